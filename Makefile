@@ -1,0 +1,51 @@
+# Each target sets up what it needs: `make demo` in a fresh clone is enough.
+
+PYTHON ?= python3
+JOBS   ?= 2
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet install
+BASE   := $(VENV)/.installed-base
+TEST   := $(VENV)/.installed-test
+LINT   := $(VENV)/.installed-lint
+
+.PHONY: help demo test bench lint clean
+.DEFAULT_GOAL := help
+
+help:            ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(BASE)    ## train a small language model in FP8 next to full precision
+	$(BIN)/python examples/quickstart.py
+
+test: $(TEST)    ## run the tests (ARGS="-k name" to choose)
+	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+
+bench: $(TEST)   ## run every benchmark, each against its peer
+	@set -e; for script in benchmarks/*.py; do echo "== $$script"; PYTHONPATH=examples $(BIN)/python $$script; done
+
+lint: $(LINT)    ## check the style
+	$(BIN)/python -m ruff check .
+
+clean:           ## remove the virtual environment and everything built or dumped
+	rm -rf $(VENV) build dist *.egg-info fp8_dumps .pytest_cache .hypothesis .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+
+# The stamps are newer than pyproject.toml once its requirements are installed; a second run installs nothing.
+$(BASE): pyproject.toml | $(BIN)/python
+	@echo "installing fp8_compile and torch into $(VENV)"
+	$(PIP) --editable .
+	@touch $@
+
+$(TEST): pyproject.toml $(BASE)
+	@echo "installing what the tests need into $(VENV)"
+	$(PIP) --editable '.[test,bench]'
+	@touch $@
+
+$(LINT): pyproject.toml | $(BIN)/python
+	$(PIP) ruff
+	@touch $@

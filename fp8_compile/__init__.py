@@ -1,0 +1,14 @@
+"""FP8 training and 4-bit inference for PyTorch models, as a ``torch.compile`` backend."""
+
+from . import onednn as _onednn
+
+_onednn.guard()
+
+from .backend import Backend  # noqa: E402  (the guard must come before anything that could multiply matrices)
+from .config import Config  # noqa: E402
+from .explain import explain  # noqa: E402
+from .report import Report  # noqa: E402
+from .target import Target  # noqa: E402
+
+__all__ = ["Backend", "Config", "Report", "Target", "explain"]
+__version__ = "0.1.0"

@@ -1,0 +1,172 @@
+"""What the user can choose, checked once."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from typing import Any, Mapping
+
+from .target import Target
+
+RECIPES = ("tensorwise", "rowwise", "blockwise")
+PLANNED_RECIPES = ("delayed",)
+FORMATS = ("e4m3", "e5m2")
+AMAX_ALGORITHMS = ("max", "most_recent", "p99")
+# Gradients span more orders of magnitude than a whole tensor's E4M3 holds; a row or a block spans fewer.
+BACKWARD_FORMATS = {"tensorwise": "e5m2", "delayed": "e5m2", "rowwise": "e4m3", "blockwise": "e4m3"}
+# Fields that only delayed scaling and the training hooks read.
+DELAYED_ONLY = ("amax_history_len", "margin", "amax_algorithm", "scale_update_interval", "warmup_steps", "stats")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Options of the backend: ``torch.compile(model, backend="fp8", options={...})`` takes these fields.
+
+    ``exclude`` and ``include`` are globs on dotted module names; naming a module names what is inside it, and
+    a parameter's full name works too. Output heads (``lm_head`` and the like) are excluded unless a pattern of
+    ``include`` other than ``"*"`` names them.
+    """
+
+    recipe: str = "tensorwise"
+    exclude: tuple[str, ...] = ()
+    include: tuple[str, ...] = ("*",)
+    forward_format: str = "e4m3"
+    backward_format: str | None = None  # None: by recipe, see BACKWARD_FORMATS
+    amax_history_len: int = 16
+    margin: int = 0
+    amax_algorithm: str = "max"
+    scale_update_interval: int = 1
+    quantize_inputs: bool = True
+    quantize_weights: bool = True
+    quantize_gradients: bool = True
+    stochastic_rounding: bool = False
+    loss_scale: float | str | None = None
+    warmup_steps: int = 0
+    min_dim: int = 16
+    target: str | Target | None = None
+    stats: bool = False
+    dump: str | None = None
+    inductor: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._normalise()
+        self._check_choices()
+        self._check_numbers()
+        self._check_flags()
+        self._check_contradictions()
+        self._check_planned()
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any] | None) -> Config:
+        """The config for ``torch.compile``'s ``options``; an unknown name is an error that offers the nearest."""
+        options = dict(options or {})
+        known = [field.name for field in dataclasses.fields(cls)]
+        unknown = [name for name in options if name not in known]
+        if unknown:
+            hints = [f"{name!r}{_nearest(name, known)}" for name in unknown]
+            raise ValueError(f"unknown fp8 option {', '.join(hints)}; expected some of: {', '.join(known)}")
+        return cls(**options)
+
+    def replace(self, **changes: Any) -> Config:
+        """A copy with some fields changed, checked again."""
+        return dataclasses.replace(self, **changes)
+
+    def fingerprint(self) -> str:
+        """A text equal for equal configs: part of the key of Inductor's cache."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        fields["inductor"] = sorted((name, repr(value)) for name, value in self.inductor.items())
+        fields["dump"] = None  # where dumps go does not change the code
+        return repr(sorted(fields.items(), key=lambda item: item[0]))
+
+    def _normalise(self) -> None:
+        def put(name: str, value: Any) -> None:
+            object.__setattr__(self, name, value)
+
+        for name in ("exclude", "include"):
+            value = getattr(self, name)
+            if isinstance(value, str):
+                value = (value,)
+            if not isinstance(value, (tuple, list)) or not all(isinstance(item, str) and item for item in value):
+                raise ValueError(f"{name} expects glob patterns on module names such as ('lm_head',), got {value!r}")
+            put(name, tuple(value))
+        if self.dump is not None:
+            put("dump", str(self.dump))
+        if not isinstance(self.inductor, Mapping):
+            raise ValueError(f"inductor expects a dict of Inductor config overrides, got {self.inductor!r}")
+        put("inductor", dict(self.inductor))
+        if self.target is not None and not isinstance(self.target, Target):
+            put("target", Target.parse(self.target))
+
+    def _check_choices(self) -> None:
+        _check_choice("recipe", self.recipe, RECIPES + PLANNED_RECIPES)
+        if self.backward_format is None:
+            object.__setattr__(self, "backward_format", BACKWARD_FORMATS[self.recipe])
+        _check_choice("forward_format", self.forward_format, FORMATS)
+        _check_choice("backward_format", self.backward_format, FORMATS)
+        _check_choice("amax_algorithm", self.amax_algorithm, AMAX_ALGORITHMS)
+        scale = self.loss_scale
+        number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
+        if not (scale is None or scale == "dynamic" or (number and 0 < scale < float("inf"))):
+            raise ValueError(f"loss_scale expects None, 'dynamic' or a finite number above 0, got {scale!r}")
+
+    def _check_numbers(self) -> None:
+        for name, least in (
+            ("amax_history_len", 1),
+            ("scale_update_interval", 1),
+            ("warmup_steps", 0),
+            ("min_dim", 1),
+            ("margin", -64),
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(f"{name} expects a whole number of at least {least}, got {value!r}")
+
+    def _check_flags(self) -> None:
+        for field in dataclasses.fields(self):
+            if field.type == "bool" and not isinstance(getattr(self, field.name), bool):
+                raise ValueError(f"{field.name} expects True or False, got {getattr(self, field.name)!r}")
+
+    def _check_contradictions(self) -> None:
+        if not self.include:
+            raise ValueError("include=() leaves nothing to rewrite; use the 'inductor' backend, or include=('*',)")
+        both = sorted(set(self.include) & set(self.exclude))
+        if both:
+            raise ValueError(f"include and exclude both name {', '.join(map(repr, both))}; drop it from one of them")
+        off = [name for name in ("inputs", "weights", "gradients") if not getattr(self, f"quantize_{name}")]
+        if len(off) >= 2:
+            fields = " and ".join(f"quantize_{name}=False" for name in off)
+            raise ValueError(f"{fields} leave no matmul with two FP8 operands; switch at most one of them off")
+        if self.stochastic_rounding and not self.quantize_gradients:
+            raise ValueError("stochastic_rounding=True rounds gradients, but quantize_gradients=False keeps them whole")
+        if self.recipe != "delayed":
+            changed = [name for name in DELAYED_ONLY if getattr(self, name) != _default(name)]
+            if changed:
+                raise ValueError(f"{', '.join(changed)} apply to recipe='delayed' only, got recipe={self.recipe!r}")
+
+    def _check_planned(self) -> None:
+        planned = []
+        if self.recipe in PLANNED_RECIPES:
+            planned.append(f"recipe={self.recipe!r}")
+        if self.stochastic_rounding:
+            planned.append("stochastic_rounding=True")
+        if self.loss_scale is not None:
+            planned.append(f"loss_scale={self.loss_scale!r}")
+        if planned:
+            raise ValueError(
+                f"{', '.join(planned)} is not in this version of fp8_compile yet; "
+                f"expected a recipe of {', '.join(RECIPES)} with the other options at their defaults"
+            )
+
+
+def _default(name: str) -> Any:
+    return next(field.default for field in dataclasses.fields(Config) if field.name == name)
+
+
+def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} is unknown{_nearest(str(value), choices)}; expected one of: {', '.join(choices)}")
+
+
+def _nearest(name: str, known: Any) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""

@@ -1,0 +1,82 @@
+"""What the backend would do to a model, without training or compiling anything."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any, Callable, Mapping, Sequence
+
+import torch
+from torch import fx, nn
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+from .backend import compile_graph
+from .config import Config
+from .report import Report, merge
+
+log = logging.getLogger("fp8_compile")
+
+# Nothing is generated, so nothing may come from or go to a cache.
+NO_CACHE = {"fx_graph_cache": False, "fx_graph_remote_cache": False, "force_disable_caches": True}
+
+
+def explain(
+    model: nn.Module | Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    config: Config | None = None,
+) -> Report:
+    """The report for ``model(*args, **kwargs)``: one row a matmul of forward and backward. ``str()`` is a table.
+
+    The model runs on fake tensors: no number is computed, nothing is changed. Only where its Python code looks at
+    values (``if x.max() > 0``, data-dependent routing) does it run forward once for real, with its buffers and
+    the random state put back afterwards.
+    """
+    module = getattr(model, "_orig_mod", model)
+    if not callable(module):
+        raise TypeError(f"explain expects a module or a function, got {type(model).__name__}")
+    config = config or Config()
+    config = config.replace(inductor={**config.inductor, **NO_CACHE})
+    args = args if isinstance(args, (tuple, list)) else (args,)
+    try:
+        reports = _trace_on_fakes(module, args, dict(kwargs or {}), config)
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        log.info("the model looks at values (%s): explaining it by one real forward", error)
+        reports = _trace_for_real(module, args, dict(kwargs or {}), config)
+    return merge(reports, cache="not compiled")
+
+
+def _trace_on_fakes(module: Any, args: Sequence[Any], kwargs: dict[str, Any], config: Config) -> list[Report]:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        twin, args, kwargs = copy.deepcopy((module, args, kwargs))  # under the mode, copies have no data
+        return _trace(twin, args, kwargs, config)
+
+
+def _trace_for_real(module: Any, args: Sequence[Any], kwargs: dict[str, Any], config: Config) -> list[Report]:
+    buffers = list(module.buffers()) if isinstance(module, nn.Module) else []
+    saved = [buffer.detach().clone() for buffer in buffers]
+    try:
+        with torch.random.fork_rng():
+            return _trace(module, args, kwargs, config)
+    finally:
+        with torch.no_grad():
+            for buffer, value in zip(buffers, saved):
+                buffer.copy_(value)
+
+
+def _trace(module: Any, args: Sequence[Any], kwargs: dict[str, Any], config: Config) -> list[Report]:
+    reports: list[Report] = []
+
+    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        compiled, report = compile_graph(gm, example_inputs, config, inner_compile=_uncompiled, strict=False)
+        reports.append(report)
+        return compiled
+
+    torch.compile(module, backend=backend, isolate_recompiles=True)(*args, **kwargs)
+    return reports
+
+
+def _uncompiled(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
+    return make_boxed_func(gm.forward)

@@ -1,0 +1,206 @@
+"""What things in a graph are called in the user's model.
+
+Dynamo gives a node the stack of modules it was traced in, keyed by ``id(module)``, with a path such as
+``L['self'].blocks.0`` that is relative to whatever frame was being compiled: after a graph break that is a
+submodule. Names here are relative to the compiled model, whichever frame the graph came from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import fnmatch
+import re
+import sys
+from typing import Any, Iterable, Iterator, Sequence
+
+import torch
+from torch import fx, nn
+from torch._dynamo.eval_frame import OptimizedModule
+
+# Output heads lose most by 8 bits and gain least: one layer in many. By last component, where the name says it.
+OUTPUT_HEADS = ("lm_head", "embed_out", "output_head", "head")
+
+
+@dataclasses.dataclass(frozen=True)
+class InputName:
+    """One placeholder of the Dynamo graph: a parameter or buffer with its dotted name, or something else."""
+
+    name: str | None = None
+    kind: str = "input"  # "parameter", "buffer" or "input"
+
+
+class ModuleNames:
+    """Names of the modules and inputs of one graph."""
+
+    def __init__(self, modules: dict[int, str], inputs: Sequence[InputName], known: Iterable[str]) -> None:
+        self._modules, self._inputs = modules, list(inputs)
+        self.known = sorted(set(known))  # every dotted name a pattern may match
+
+    @classmethod
+    def of_graph(cls, gm: fx.GraphModule) -> ModuleNames:
+        """Names for a graph that Dynamo hands over, while it is compiling."""
+        roots = _roots()
+        modules, tensors, known = {}, {}, []
+        for prefix, root in roots:
+            for name, module in root.named_modules(remove_duplicate=False):
+                modules.setdefault(id(module), _join(prefix, name))
+                known.append(_join(prefix, name))
+            for kind, named in (("parameter", root.named_parameters), ("buffer", root.named_buffers)):
+                for name, tensor in named(remove_duplicate=False):
+                    tensors.setdefault(id(tensor), InputName(_join(prefix, name), kind))
+                    known.append(_join(prefix, name))
+        inputs = [_input_name(node, tensors) for node in gm.graph.find_nodes(op="placeholder")]
+        known += [name.name for name in inputs if name.name]
+        names = cls(modules, inputs, (name for name in known if name))
+        names.known = sorted({*names.known, *filter(None, map(names.module_of, gm.graph.nodes))})
+        return names
+
+    def module_of(self, node: fx.Node) -> str | None:
+        """Dotted name of the module that a node, forward or backward, was written in."""
+        stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+        if not stack:
+            return None
+        key, (path, _) = list(stack.items())[-1]
+        identity = str(key).partition("@")[0]  # "<id>@1": the second call of one module
+        if identity.isdigit() and int(identity) in self._modules:
+            return self._modules[int(identity)]
+        return normalise(path)
+
+    def parameter_of(self, placeholder: fx.Node) -> str | None:
+        """Dotted name of the parameter that a placeholder of the joint graph stands for, if it does."""
+        found = self._input(placeholder)
+        return found.name if found.kind == "parameter" else None
+
+    def is_buffer(self, placeholder: fx.Node) -> bool:
+        return self._input(placeholder).kind == "buffer"
+
+    def fingerprint(self, gm: fx.GraphModule) -> str:
+        """Names of all nodes and inputs: two models with equal graphs and other names get other code."""
+        return repr(([self.module_of(node) for node in gm.graph.nodes], self._inputs))
+
+    def _input(self, placeholder: fx.Node) -> InputName:
+        desc = placeholder.meta.get("desc")
+        while (inner := getattr(desc, "base", None) or getattr(desc, "base_of", None)) is not None:
+            desc = inner
+        if (target := getattr(desc, "target", None)) is not None:
+            return InputName(target, "parameter" if desc.is_param() else "buffer")
+        index = getattr(desc, "idx", None)
+        if index is None or type(desc).__name__ != "PlainAOTInput" or index >= len(self._inputs):
+            return InputName()
+        return self._inputs[index]
+
+
+@dataclasses.dataclass(frozen=True)
+class Selection:
+    """Which layers are rewritten: include, less exclude, less output heads that nobody asked for."""
+
+    include: tuple[str, ...]
+    exclude: tuple[str, ...]
+
+    def check(self, known: Sequence[str]) -> None:
+        """Every pattern must match something: a typo would otherwise rewrite what was meant to be spared."""
+        for field, patterns in (("exclude", self.exclude), ("include", self.include)):
+            for pattern in patterns:
+                if pattern != "*" and not fnmatch.filter(known, pattern):
+                    raise ValueError(
+                        f"{field} pattern {pattern!r} matches no module or parameter of the model; "
+                        f"nearest names: {', '.join(_nearest(pattern, known)) or 'the model has no named modules'}"
+                    )
+
+    def reason_against(self, module: str, weight: str) -> str | None:
+        """Why a layer is left alone, or None."""
+        names = {*_with_ancestors(module), *_with_ancestors(weight)}
+        for pattern in self.exclude:
+            if fnmatch.filter(names, pattern):
+                return f"excluded by {pattern!r}"
+        asked_for = [pattern for pattern in self.include if pattern == "*" or fnmatch.filter(names, pattern)]
+        if not asked_for:
+            return "not in include"
+        if module.rpartition(".")[2] in OUTPUT_HEADS and asked_for == ["*"]:
+            return "excluded: output head (name it in include to rewrite it)"
+        return None
+
+
+def normalise(path: str) -> str:
+    """``L['self'].blocks.0`` and ``L['self']._modules['blocks']._modules['0']`` are both ``blocks.0``."""
+    path = re.sub(r"\._(?:modules|parameters|buffers)\['([^']*)'\]", r".\1", path)
+    path = re.sub(r"^[A-Z]\['[^']*'\](?:\.__closure__\[\d+\]\.cell_contents)?", "", path)
+    return path.strip(".")
+
+
+def compiled_root() -> nn.Module | None:
+    """The module that ``torch.compile`` was called on, seen from inside a compilation: innermost on the stack."""
+    frame = sys._getframe()
+    while frame is not None:
+        owner = frame.f_locals.get("self") if "self" in frame.f_code.co_varnames[:1] else None
+        if isinstance(owner, OptimizedModule):
+            return owner._orig_mod
+        if isinstance(owner, nn.Module) and owner._compiled_call_impl is not None:
+            return owner
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def _roots() -> list[tuple[str, nn.Module]]:
+    """(prefix, module): the compiled module; for a compiled function, the modules it can see."""
+    root = compiled_root()
+    if root is not None:
+        return [("", root)]
+    tx = _translator()
+    if tx is None:
+        return []
+    seen = {name: item for name, item in _scope(tx) if isinstance(item, nn.Module)}
+    unwrapped = {name: getattr(module, "_orig_mod", module) for name, module in seen.items()}
+    distinct = {id(module): (name, module) for name, module in reversed(unwrapped.items())}
+    inner = {id(sub) for _, top in distinct.values() for sub in top.modules() if sub is not top}
+    tops = [(name, module) for name, module in distinct.values() if id(module) not in inner]
+    return [("", tops[0][1])] if len(tops) == 1 else tops
+
+
+def _scope(tx: Any) -> Iterator[tuple[str, Any]]:
+    yield from tx.f_locals.items()
+    for name in tx.f_code.co_names:
+        if name in tx.f_globals:
+            yield name, tx.f_globals[name]
+
+
+def _translator() -> Any:
+    """Dynamo's frame translator, while it is compiling; None when a backend is called by hand."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        return InstructionTranslator.current_tx().output.root_tx
+    except AttributeError:
+        return None
+
+
+def _input_name(node: fx.Node, tensors: dict[int, InputName]) -> InputName:
+    source = getattr(node.meta.get("grapharg"), "source", None) or getattr(node, "_dynamo_source", None)
+    if source is None:
+        return InputName()
+    tx = _translator()
+    try:
+        real = tx.output.resolve_source_value(source)
+    except Exception:  # sources that only exist at run time (symbolic sizes, ephemeral values) have no name
+        return InputName()
+    if id(real) in tensors:
+        return tensors[id(real)]
+    if isinstance(real, nn.Parameter):
+        return InputName(normalise(source.name), "parameter")
+    return InputName()
+
+
+def _join(prefix: str, name: str) -> str:
+    return ".".join(part for part in (prefix, name) if part)
+
+
+def _with_ancestors(name: str) -> Iterator[str]:
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+
+
+def _nearest(pattern: str, known: Sequence[str]) -> list[str]:
+    plain = pattern.replace("*", "").strip(".")
+    return difflib.get_close_matches(plain, known, n=5, cutoff=0.3) or list(known[:5])

@@ -1,0 +1,96 @@
+"""The report: every matmul of a model, what became of it, and why."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import Any, Iterable, Sequence
+
+from fp8_compile.passes.row import Row
+
+REASONS_IN_SUMMARY = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Rows of one compiled graph, or of all graphs of a model (see :func:`fp8_compile.explain`)."""
+
+    rows: tuple[Row, ...]
+    recipe: str
+    target: str
+    cache: str = "miss"  # "miss": passes ran; "hit": Inductor's cache had the code; "off"; "not compiled": explain
+    graphs: int = 1
+
+    @property
+    def rewritten(self) -> list[Row]:
+        return [row for row in self.rows if row.rewritten]
+
+    @property
+    def skipped(self) -> list[Row]:
+        return [row for row in self.rows if not row.rewritten]
+
+    def summary(self) -> str:
+        """``rewrote 63 of 66 matmuls (lm_head: excluded; gate: N=10 is below min_dim=16)``."""
+        line = f"rewrote {len(self.rewritten)} of {len(self.rows)} matmuls"
+        reasons = _reasons_by_module(self.skipped)
+        shown = [f"{where}: {reason}" for where, reason in reasons[:REASONS_IN_SUMMARY]]
+        if len(reasons) > REASONS_IN_SUMMARY:
+            shown.append(f"{len(reasons) - REASONS_IN_SUMMARY} more reasons")
+        if shown:
+            line += f" ({'; '.join(shown)})"
+        if self.cache == "hit":
+            line += ", code from Inductor's cache"
+        return line
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON; :meth:`from_dict` reads it back."""
+        return {
+            "recipe": self.recipe,
+            "target": self.target,
+            "cache": self.cache,
+            "graphs": self.graphs,
+            "matmuls": len(self.rows),
+            "rewritten": len(self.rewritten),
+            "rows": [dataclasses.asdict(row) for row in self.rows],
+        }
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Report:
+        rows = tuple(
+            Row(**{**row, "shape": tuple(row["shape"]), "formats": tuple(row["formats"])}) for row in data["rows"]
+        )
+        return cls(rows, data["recipe"], data["target"], data["cache"], data["graphs"])
+
+    def __str__(self) -> str:
+        header = ("module", "gemm", "shape MxNxK", "decision", "reason")
+        cells = [
+            (row.module or "(root)", row.gemm, "x".join(map(str, row.shape)), row.decision, row.reason)
+            for row in self.rows
+        ]
+        table = _align([header, *cells])
+        table.insert(1, "-" * max(len(line) for line in table))
+        return "\n".join([*table, self.summary()])
+
+
+def merge(reports: Sequence[Report], *, cache: str) -> Report:
+    """One report for all graphs of a model."""
+    if not reports:
+        raise ValueError("no graph was traced: the model ran nothing that torch.compile captures")
+    rows = tuple(row for report in reports for row in report.rows)
+    return Report(rows, reports[0].recipe, reports[0].target, cache, len(reports))
+
+
+def _reasons_by_module(rows: Iterable[Row]) -> list[tuple[str, str]]:
+    """(modules, reason) pairs, each reason once; many modules with one reason are counted."""
+    modules: dict[str, dict[str, None]] = collections.defaultdict(dict)
+    for row in rows:
+        modules[row.reason][row.module or "(root)"] = None
+    return [
+        (next(iter(names)) if len(names) == 1 else f"{next(iter(names))} and {len(names) - 1} more", reason)
+        for reason, names in modules.items()
+    ]
+
+
+def _align(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]

@@ -1,0 +1,87 @@
+"""Quantize a matrix to FP8 with one scale a block.
+
+    amax[i, j]          = max |x| over block (i, j), floored at 1e-12
+    quant_scale[i, j]   = F / amax[i, j]                        F: the largest value of the format
+    q                   = fp8(clamp(x * quant_scale, -F, F))
+    dequant_scale[i, j] = 1 / quant_scale[i, j] + 0 * amax[i, j]
+
+x: [R, C] fp32/bf16/fp16 -> q: [R, C] fp8, row-major; dequant_scale: [ceil(R/r), ceil(C/c)] fp32.
+
+``block`` (r, c) is the recipe: (-1, -1) the whole tensor, (1, -1) a row, (-1, 1) a column, (1, 128) and
+(128, 128) blocks; -1 stands for the whole dimension. ``0 * amax`` makes the scale NaN where the block holds
+an Inf or NaN: the saturating cast alone would turn Inf into F and hide an overflow from a loss scaler.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .formats import format_of
+
+AMAX_FLOOR = 1e-12
+WHOLE = -1  # a block that spans its dimension
+HIGH_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def quantize(x: torch.Tensor, dtype: torch.dtype, block: tuple[int, int] | list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The formula above in plain PyTorch: the reference, and what the graph is lowered to."""
+    largest = format_of(dtype).max
+    amax = block_amax(x, block).clamp_min(AMAX_FLOOR)
+    quant_scale = largest / amax
+    dequant_scale = quant_scale.reciprocal() + amax * 0.0
+    scaled = x.to(torch.float32) * spread(quant_scale, x.shape, block)
+    return scaled.clamp(-largest, largest).to(dtype), dequant_scale
+
+
+def dequantize(q: torch.Tensor, dequant_scale: torch.Tensor, block: tuple[int, int] | list[int]) -> torch.Tensor:
+    """``q * dequant_scale`` in FP32."""
+    return q.to(torch.float32) * spread(dequant_scale, q.shape, block)
+
+
+def block_amax(x: torch.Tensor, block: tuple[int, int] | list[int]) -> torch.Tensor:
+    """Largest magnitude of each block in FP32, [ceil(R/r), ceil(C/c)]; NaN where the block has one."""
+    rows, cols = x.shape
+    magnitude = x.abs()
+    if not is_tiled(block):
+        dims = [dim for dim in (0, 1) if block[dim] == WHOLE]
+        return magnitude.amax(dims, keepdim=True).to(torch.float32)
+    block_rows, block_cols = block
+    padded = torch.nn.functional.pad(magnitude, (0, -cols % block_cols, 0, -rows % block_rows))
+    tiles = padded.view(padded.shape[0] // block_rows, block_rows, padded.shape[1] // block_cols, block_cols)
+    return tiles.amax((1, 3)).to(torch.float32)
+
+
+def spread(scale: torch.Tensor, shape: torch.Size, block: tuple[int, int] | list[int]) -> torch.Tensor:
+    """Give every element of a [R, C] matrix its block's scale; broadcasting does it where a block is a line."""
+    if not is_tiled(block):
+        return scale
+    (rows, cols), (block_rows, block_cols) = shape, block
+    tiles = scale[:, None, :, None].expand(scale.shape[0], block_rows, scale.shape[1], block_cols)
+    return tiles.reshape(scale.shape[0] * block_rows, scale.shape[1] * block_cols)[:rows, :cols]
+
+
+def is_tiled(block: tuple[int, int] | list[int]) -> bool:
+    """Whether blocks are smaller than a row or a column."""
+    return WHOLE not in block
+
+
+def _checked(x: torch.Tensor, dtype: torch.dtype, block: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    if x.dim() != 2 or x.dtype not in HIGH_PRECISION:
+        raise TypeError(
+            f"quantize expects a 2-D float32, bfloat16 or float16 tensor, got {x.dim()}-D {x.dtype}; "
+            "flatten or cast it first"
+        )
+    return quantize(x.contiguous(), dtype, block)
+
+
+def _fake(x: torch.Tensor, dtype: torch.dtype, block: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    sizes = [1 if b == WHOLE else (size + b - 1) // b for size, b in zip(x.shape, block)]
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty(sizes, dtype=torch.float32)
+
+
+# The op stands for one quantize in the graph until it is lowered: it can be shared, counted and read in a dump.
+_library = torch.library.Library("fp8_compile", "FRAGMENT")
+_library.define("quantize(Tensor x, ScalarType dtype, int[2] block) -> (Tensor q, Tensor dequant_scale)")
+_library.impl("quantize", _checked, "CompositeExplicitAutograd")
+torch.library.register_fake("fp8_compile::quantize", _fake, lib=_library)
+quantize_op = torch.ops.fp8_compile.quantize.default

@@ -1,0 +1,1 @@
+"""What happens to a graph: one pass a file. ``pipeline.py`` runs them in order."""

@@ -1,0 +1,175 @@
+"""Decide for one matmul whether it runs in FP8, and how; or why not. Pure: no graph is needed to test it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Callable
+
+import torch
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
+
+from fp8_compile.kernels.formats import Format
+from fp8_compile.kernels.quantize import HIGH_PRECISION, WHOLE
+
+from .find_matmuls import Matmul, Origin, Role
+
+# Padding K or N pays while it adds at most a quarter to the multiplications: an FP8 gemm has twice the rate of
+# a bf16 one, and half of that gain is what the quantizes cost.
+MOST_PADDING = 1.25
+# One product a slice is one kernel launch a slice; past this a stack of small gemms loses to one bmm.
+MOST_SLICES = 64
+TILE = 128
+
+Block = tuple[int, int]  # rows x contraction, as seen by the gemm; see kernels/quantize.py
+BLOCKS: dict[str, dict[Role, Block]] = {
+    "tensorwise": {role: (WHOLE, WHOLE) for role in Role},
+    "rowwise": {role: (1, WHOLE) for role in Role},
+    "blockwise": {Role.INPUT: (1, TILE), Role.GRAD_OUTPUT: (1, TILE), Role.WEIGHT: (TILE, TILE)},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """What the config asks for and the target can do, as far as a matmul's decision needs it."""
+
+    recipe: str
+    target: str
+    forward: Format
+    backward: Format
+    excluded: Callable[[str, str], str | None]  # (module, weight) -> reason
+    min_dim: int = 16
+    unquantized: frozenset[Role] = frozenset()
+    recipe_supported: bool = True
+    alignment: int = 16
+    needs_k_contiguous: bool = True
+    e5m2_by_e5m2: bool = False
+    only_output: torch.dtype | None = None  # the one dtype that the recipe's gemm can write
+
+
+@dataclasses.dataclass(frozen=True)
+class OperandPlan:
+    """How one operand is quantized: ``block`` is (rows, contraction) of the gemm."""
+
+    format: Format
+    block: Block
+
+
+@dataclasses.dataclass(frozen=True)
+class Rewrite:
+    """Run in FP8. N and K are filled with zeros up to multiples of ``align_n`` and ``align_k``; 1: as they are."""
+
+    left: OperandPlan
+    right: OperandPlan
+    align_n: int = 1
+    align_k: int = 1
+    reason: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Skip:
+    reason: str
+
+
+def decide(site: Matmul, rules: Rules) -> Rewrite | Skip:
+    """The decision for one matmul; the first reason against it is the one reported."""
+    for check in (_name_reason, _operand_reason, _dtype_reason, _role_reason, _size_reason):
+        if (reason := check(site, rules)) is not None:
+            return Skip(reason)
+    left, right = (_plan(operand.role, rules) for operand in (site.left, site.right))
+    if left.format.significand_bits == right.format.significand_bits == 3 and not rules.e5m2_by_e5m2:
+        return Skip(f"{rules.target} can't multiply {left.format} by {right.format}")
+    return _with_padding(site, left, right, rules)
+
+
+def _name_reason(site: Matmul, rules: Rules) -> str | None:
+    return rules.excluded(site.module, site.weight)
+
+
+def _operand_reason(site: Matmul, rules: Rules) -> str | None:
+    """Eligible: a product with a parameter, or a 2-D product with a tensor that came in from outside."""
+    forward = site.forward or site
+    if site.gemm != "output" and site.forward is None:
+        operands = [operand for operand in (site.left, site.right) if operand.role is not Role.GRAD_OUTPUT]
+    else:
+        operands = [forward.left, forward.right]
+    if any(operand.origin == Origin.PARAMETER for operand in operands):
+        return None
+    if any(operand.origin in (Origin.BUFFER, Origin.CONSTANT) for operand in operands):
+        return "product with a buffer or a constant, not with a parameter"
+    came_in = any(operand.root.op == "placeholder" for operand in operands)
+    if came_in and not forward.batched:
+        return None
+    return "activation by activation stays in high precision"
+
+
+def _dtype_reason(site: Matmul, rules: Rules) -> str | None:
+    if site.dtype not in HIGH_PRECISION:
+        return f"dtype {_dtype_name(site.dtype)}: expected float32, bfloat16 or float16"
+    return None
+
+
+def _role_reason(site: Matmul, rules: Rules) -> str | None:
+    if not rules.recipe_supported:
+        return f"{rules.target} has no {rules.recipe} FP8 gemm"
+    for operand in (site.left, site.right):
+        if operand.role in rules.unquantized:
+            return f"quantize_{_FIELD[operand.role]}=False"
+    return None
+
+
+_FIELD = {Role.INPUT: "inputs", Role.WEIGHT: "weights", Role.GRAD_OUTPUT: "gradients"}
+
+
+def _size_reason(site: Matmul, rules: Rules) -> str | None:
+    """The layer's own sizes decide, for all three gemms alike; the number of tokens does not."""
+    *batch, m, n, k = site.shape
+    if any(statically_known_true(size == 0) for size in site.shape):
+        return "no elements"
+    if batch:
+        if not isinstance(batch[0], int):
+            return "the number of stacked products is known only when it runs"
+        if batch[0] > MOST_SLICES:
+            return f"{batch[0]} stacked products would be {batch[0]} kernels (at most {MOST_SLICES})"
+    named = {"M": m, "N": n, "K": k}
+    named.pop(token_dim(site))
+    for name, size in named.items():
+        if isinstance(size, int) and size < rules.min_dim:
+            return f"{name}={size} is below min_dim={rules.min_dim}"
+    if free_unbacked_symbols([m, n, k]) and (rules.alignment > 1 or rules.recipe != "tensorwise"):
+        return "a size is known only when it runs"
+    return None
+
+
+def token_dim(site: Matmul) -> str:
+    """Which of M, N, K counts tokens: the one that the weight does not have."""
+    if site.gemm == "grad_weight":
+        return "K"
+    weight_is_left = site.left.role is Role.WEIGHT
+    return "N" if weight_is_left else "M"
+
+
+def _plan(role: Role, rules: Rules) -> OperandPlan:
+    format = rules.backward if role is Role.GRAD_OUTPUT else rules.forward
+    return OperandPlan(format, BLOCKS[rules.recipe][role])
+
+
+def _with_padding(site: Matmul, left: OperandPlan, right: OperandPlan, rules: Rules) -> Rewrite | Skip:
+    """Pad N and K to what the target wants where that pays; the number of tokens is always padded."""
+    *_, n, k = site.shape
+    tiled = rules.recipe == "blockwise" and rules.alignment > 1
+    wanted = {"N": (n, rules.alignment), "K": (k, TILE if tiled else rules.alignment)}
+    align, padded, work = {"N": 1, "K": 1}, [], 1.0
+    for dim, (size, multiple) in wanted.items():
+        if statically_known_true(size % multiple == 0):
+            continue
+        align[dim] = multiple
+        padded.append(f"{dim}={size} padded to a multiple of {multiple}")
+        if isinstance(size, int) and token_dim(site) != dim:
+            work *= (size + -size % multiple) / size
+    if work > MOST_PADDING:
+        return Skip(f"{padded[0].replace('padded to', 'is not')}, and padding would make it {work:.1f}x the work")
+    return Rewrite(left, right, align["N"], align["K"], ", ".join([rules.recipe, *padded]))
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

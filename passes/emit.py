@@ -1,0 +1,98 @@
+"""The only place where nodes are made.
+
+A node without its value, its module stack or its checkpointing tag breaks something far away: Inductor's
+lowering, the names in a report, the partitioner. ``emit`` sets all of them together.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, Callable, Mapping, Sequence
+
+import torch
+from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import map_arg
+from torch.utils.checkpoint import CheckpointPolicy
+
+# Not "partitioner_tag": where a node runs follows from what it reads.
+INHERITED = (
+    "nn_module_stack",
+    "fwd_nn_module_stack",
+    "stack_trace",
+    "seq_nr",
+    "recompute",
+    "ac_graph_id",
+    "fp8_module",
+    "fp8_gemm",
+)
+# Cheap to make again and large: never saved for backward.
+NEVER_SAVED = {"recompute": CheckpointPolicy.MUST_RECOMPUTE}
+
+
+def emit(
+    graph: fx.Graph,
+    op: Callable[..., Any],
+    *args: Any,
+    like: fx.Node,
+    tags: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> fx.Node:
+    """Add ``op(*args, **kwargs)`` at the graph's insertion point, with the metadata of ``like`` and ``tags``."""
+    node = graph.call_function(op, args, kwargs)
+    node.meta = {key: like.meta[key] for key in INHERITED if key in like.meta} | dict(tags or {})
+    with fake_mode(like), enable_python_dispatcher():
+        node.meta["val"] = op(*map_arg(args, value), **map_arg(kwargs, value))
+    return node
+
+
+def inline(
+    graph: fx.Graph,
+    function: Callable[..., Any],
+    *args: Any,
+    like: fx.Node,
+    tags: Mapping[str, Any] | None = None,
+) -> Any:
+    """Add the operations of a plain PyTorch function, decomposed as Inductor wants them in a joint graph.
+
+    ``args`` are nodes or constants; what ``function`` returns (a tensor or a tuple of them) comes back as nodes.
+    """
+    nodes = [arg for arg in args if isinstance(arg, fx.Node)]
+
+    def on_tensors(*tensors: torch.Tensor) -> Any:
+        given = iter(tensors)
+        return function(*(next(given) if isinstance(arg, fx.Node) else arg for arg in args))
+
+    with fake_mode(like), enable_python_dispatcher():
+        traced = make_fx(on_tensors, decomposition_table=select_decomp_table())(*map(value, nodes))
+    made: dict[fx.Node, Any] = dict(zip(traced.graph.find_nodes(op="placeholder"), nodes))
+    for node in traced.graph.nodes:
+        if node.op == "call_function":
+            new_args, new_kwargs = map_arg((node.args, node.kwargs), made.__getitem__)
+            made[node] = emit(graph, node.target, *new_args, like=like, tags=tags, **new_kwargs)
+        elif node.op == "output":
+            return map_arg(node.args[0], made.__getitem__)
+        elif node.op != "placeholder":
+            raise AssertionError(f"{function.__name__} left a {node.op} node {node.name} that can't be inlined")
+    raise AssertionError("an fx graph ends in an output node")
+
+
+def getitem(graph: fx.Graph, node: fx.Node, index: int) -> fx.Node:
+    """One result of a node that has several."""
+    return emit(graph, operator.getitem, node, index, like=node)
+
+
+def value(node: fx.Node) -> Any:
+    """The fake tensor, symbol or number that a node stands for."""
+    return node.meta["val"]
+
+
+def fake_mode(node: fx.Node) -> Any:
+    """The mode under which values of this graph are computed."""
+    return torch._guards.detect_fake_mode(_tensors(node))
+
+
+def _tensors(node: fx.Node) -> Sequence[Any]:
+    return [other.meta["val"] for other in (node, *node.all_input_nodes) if isinstance(other.meta.get("val"), torch.Tensor)]

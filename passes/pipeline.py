@@ -1,0 +1,120 @@
+"""The passes in order, as Inductor runs them: ``JointPipeline`` before the graph is split into forward and
+backward, ``SplitPipeline`` on each half."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import pathlib
+from typing import Protocol, Sequence
+
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+from .decide import Rules
+from .find_matmuls import Names, is_backward
+from .graph_pass import GraphPass
+from .lower_quantizes import LowerQuantizes
+from .lower_scaled_mm_cpu import LowerScaledMmForCpu
+from .rewrite_matmuls import RewriteMatmuls
+from .round_without_cast import RoundWithoutCast
+from .row import Row
+from .share_quantizes import ShareQuantizes
+
+log = logging.getLogger("fp8_compile.passes")
+
+
+class Observer(Protocol):
+    """Who watches the passes: the dump does."""
+
+    def started(self, phase: str, graph: fx.Graph) -> None: ...
+
+    def ran(self, phase: str, pass_name: str, graph: fx.Graph, changed: bool) -> None: ...
+
+    def finished(self, phase: str, graph: fx.Graph) -> None: ...
+
+
+class Pipeline(CustomGraphPass):
+    """Runs passes one after the other and tells what each did.
+
+    ``key`` stands for everything the passes do that is not seen in the graph: config, names, decisions. With our
+    sources it is the part of Inductor's cache key that we answer for. While dumping there is no key, because
+    passes do not run on a cache hit and nothing would be written.
+    """
+
+    def __init__(self, passes: Sequence[GraphPass], key: str, observer: Observer | None) -> None:
+        self.passes, self.key, self.observer = list(passes), key, observer
+
+    def __call__(self, graph: fx.Graph) -> None:
+        phase = self.phase(graph)
+        if self.observer:
+            self.observer.started(phase, graph)
+        for one in self.passes:
+            report = one.run(graph)
+            log.debug("%s %s: %s", phase, one.name, report)
+            if report.changes:
+                graph.eliminate_dead_code()
+                graph.lint()
+            if self.observer:
+                self.observer.ran(phase, one.name, graph, bool(report.changes))
+        if self.observer:
+            self.observer.finished(phase, graph)
+
+    def phase(self, graph: fx.Graph) -> str:
+        raise NotImplementedError
+
+    def uuid(self) -> str | None:
+        if self.observer:
+            return None
+        return hashlib.sha256(f"{type(self).__name__}{source_hash()}{self.key}".encode()).hexdigest()
+
+
+class JointPipeline(Pipeline):
+    """find matmuls -> decide -> rewrite -> share quantizes -> lower quantizes -> lower for the target."""
+
+    def __init__(
+        self, rules: Rules, names: Names, key: str, observer: Observer | None = None, *, strict: bool = True
+    ) -> None:
+        self.rewrite = RewriteMatmuls(rules, names, strict=strict)
+        self.ran = False
+        passes: list[GraphPass] = [self.rewrite, ShareQuantizes(), LowerQuantizes()]
+        if rules.target == "cpu":
+            passes.append(LowerScaledMmForCpu())
+        super().__init__(passes, key, observer)
+
+    @property
+    def rows(self) -> list[Row]:
+        return self.rewrite.rows
+
+    def __call__(self, graph: fx.Graph) -> None:
+        self.ran = True
+        super().__call__(graph)
+
+    def phase(self, graph: fx.Graph) -> str:
+        return "joint" if any(is_backward(node) for node in graph.nodes) else "inference"
+
+
+class SplitPipeline(Pipeline):
+    """What is better done when it is known which tensors are saved for backward."""
+
+    def __init__(self, rules: Rules, key: str, observer: Observer | None = None) -> None:
+        super().__init__([RoundWithoutCast()] if rules.target == "cpu" else [], key, observer)
+
+    def phase(self, graph: fx.Graph) -> str:
+        return "backward" if any(is_backward(node) for node in graph.nodes) else "forward"
+
+
+@functools.cache
+def source_hash() -> str:
+    """A hash of every source file of passes and kernels: other code, other cache entries."""
+    here = pathlib.Path(__file__).parent
+    folders = {here, pathlib.Path(_kernels_file()).parent}
+    files = sorted(str(file) for folder in folders for file in folder.glob("*.py"))
+    return get_hash_for_files(tuple(files)).hex()
+
+
+def _kernels_file() -> str:
+    from fp8_compile import kernels
+
+    return kernels.__file__

@@ -1,0 +1,223 @@
+"""Replace eligible matmuls with FP8 ones."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Mapping
+
+import torch
+from torch import fx
+
+from fp8_compile.kernels.quantize import HIGH_PRECISION, WHOLE, quantize_op
+
+from .decide import OperandPlan, Rewrite, Rules, Skip, decide
+from .emit import NEVER_SAVED, emit, getitem, inline, value
+from .find_matmuls import Matmul, Names, OtherMatmul, find_matmuls
+from .graph_pass import GraphPass, PassReport
+from .row import REWRITTEN, SKIPPED, Row
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+
+class RewriteMatmuls(GraphPass):
+    """Replace eligible ``aten.mm``, ``addmm``, ``bmm`` and ``baddbmm`` with FP8 ``aten._scaled_mm``.
+
+    Before:  y: bf16[M, N] = mm(x, permute(w))
+    After:   qx, sx = quantize(x);  qw, sw = quantize(w)
+             y: bf16[M, N] = _scaled_mm(qx, permute(qw), sx, sw, out_dtype=bf16)
+
+    A transposed operand is quantized as it lies in memory, so that forward and backward quantize one tensor one
+    way (``ShareQuantizes`` makes that one quantize); where the target wants the contraction contiguous, the FP8
+    bytes are transposed, not the original. A stack of products becomes one ``_scaled_mm`` a slice.
+
+    Skips: see ``decide.py``. Every matmul gets a :class:`Row`.
+    """
+
+    def __init__(self, rules: Rules, names: Names, *, strict: bool = True) -> None:
+        self.rules, self.names, self.strict = rules, names, strict
+        self.rows: list[Row] = []
+
+    def run(self, graph: fx.Graph) -> PassReport:
+        sites = find_matmuls(graph, self.names)
+        decisions = [Skip(site.reason) if isinstance(site, OtherMatmul) else decide(site, self.rules) for site in sites]
+        self.rows = [_row(site, decision) for site, decision in zip(sites, decisions)]
+        if self.strict:
+            _check_dtypes(sites)
+        rewritten = 0
+        for site, decision in zip(sites, decisions):
+            site.node.meta["fp8_module"], site.node.meta["fp8_gemm"] = site.module, site.gemm
+            if isinstance(site, Matmul) and isinstance(decision, Rewrite):
+                _Editor(graph, site, decision, self.rules).replace()
+                rewritten += 1
+        return PassReport(rewritten, f"of {len(sites)} matmuls rewritten")
+
+
+class _Editor:
+    """The edit of one matmul."""
+
+    def __init__(self, graph: fx.Graph, site: Matmul, plan: Rewrite, rules: Rules) -> None:
+        self.graph, self.site, self.plan, self.rules = graph, site, plan, rules
+        self.wanted: torch.dtype = value(site.node).dtype
+        self.written: torch.dtype = rules.only_output or self.wanted
+        self.bias = site.added if self._gemm_can_add() else None
+
+    def replace(self) -> None:
+        site = self.site
+        with self.graph.inserting_before(site.node):
+            if site.batched:
+                slices = [self._product(*self._slice(index)) for index in range(int(site.shape[0]))]
+                result = self._inline(_stack, *slices)
+            else:
+                result = self._product(site.left.node, site.right.node)
+            result = self._add(result)
+        site.node.replace_all_uses_with(result)
+        self.graph.erase_node(site.node)
+
+    def _slice(self, index: int) -> list[fx.Node]:
+        return [self._emit(aten.select.int, side.node, 0, index) for side in (self.site.left, self.site.right)]
+
+    def _product(self, left: fx.Node, right: fx.Node) -> fx.Node:
+        """``[M, K] @ [K, N]`` in the dtype of the original."""
+        q_left, scale_left = self._operand(left, self.plan.left, is_left=True)
+        q_right, scale_right = self._operand(right, self.plan.right, is_left=False)
+        result = self._emit(
+            aten._scaled_mm.default,
+            q_left,
+            q_right,
+            scale_left,
+            scale_right,
+            bias=self.bias,
+            out_dtype=self.written,
+            # FP22 accumulation is enough for activations; gradients are summed exactly, as the peers do.
+            use_fast_accum=self.site.gemm == "output" and self.rules.needs_k_contiguous,
+        )
+        if self.plan.align_n > 1:
+            result = self._inline(_first_columns, result, right)
+        if self.written != self.wanted:
+            result = self._emit(prims.convert_element_type.default, result, self.wanted)
+        return result
+
+    def _operand(self, node: fx.Node, plan: OperandPlan, *, is_left: bool) -> tuple[fx.Node, fx.Node]:
+        """FP8 values and scales of one side: left as [M, K] and [M/r, K/c], right as [K, N] and [K/c, N/r]."""
+        base, flipped = untransposed(node)
+        rows_first = flipped != is_left  # the base lies as [rows, contraction]: x of x @ w, w of x @ w.T
+        block, align = plan.block, (1 if is_left else self.plan.align_n, self.plan.align_k)
+        if not rows_first:
+            block, align = block[::-1], align[::-1]
+        if align != (1, 1):
+            base = self._inline(_padded, base, *align)
+        both = self._emit(quantize_op, base, plan.format.dtype, list(block))
+        q, scale = getitem(self.graph, both, 0), getitem(self.graph, both, 1)
+        if rows_first != is_left:
+            scale = self._emit(aten.permute.default, scale, [1, 0])
+        if self.rules.needs_k_contiguous:
+            scale = self._scale_in_layout(scale, plan, is_left)
+            if not rows_first:
+                q = self._inline(_transposed, q, tags=NEVER_SAVED)
+                rows_first = True
+        if rows_first != is_left:
+            q = self._emit(aten.permute.default, q, [1, 0])
+        return q, scale
+
+    def _scale_in_layout(self, scale: fx.Node, plan: OperandPlan, is_left: bool) -> fx.Node:
+        if plan.block == (WHOLE, WHOLE):
+            return scale
+        if WHOLE in plan.block:
+            return self._inline(_contiguous, scale)
+        return self._inline(_rows_fastest if plan.block[0] == 1 else _tiles_padded, scale, is_left)
+
+    def _gemm_can_add(self) -> bool:
+        """Whether the gemm itself can add the bias: a vector, unscaled, in a 16-bit output (any on the CPU)."""
+        site, added = self.site, self.site.added
+        return (
+            added is not None
+            and value(added).dim() == 1
+            and value(added).dtype == self.written == self.wanted
+            and site.alpha == site.beta == 1
+            and self.plan.align_n == 1
+            and (self.written in (torch.bfloat16, torch.float16) or not self.rules.needs_k_contiguous)
+        )
+
+    def _add(self, result: fx.Node) -> fx.Node:
+        site = self.site
+        if site.alpha != 1:
+            result = self._emit(aten.mul.Tensor, result, site.alpha)
+        if site.added is None or site.beta == 0 or self.bias is not None:
+            return result
+        added = site.added if site.beta == 1 else self._emit(aten.mul.Tensor, site.added, site.beta)
+        return self._emit(aten.add.Tensor, result, added)
+
+    def _emit(self, op: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        return emit(self.graph, op, *args, like=self.site.node, **kwargs)
+
+    def _inline(self, function: Callable[..., torch.Tensor], *args: Any, tags: Mapping[str, Any] | None = None) -> fx.Node:
+        return inline(self.graph, function, *args, like=self.site.node, tags=tags)
+
+
+def _check_dtypes(sites: list[Matmul | OtherMatmul]) -> None:
+    """A model in a dtype that has no way to FP8 is a mistake to report, not a list of skipped layers."""
+    layers = [site for site in sites if isinstance(site, Matmul) and site.weight]
+    if layers and not any(site.dtype in HIGH_PRECISION for site in layers):
+        first = layers[0]
+        raise TypeError(
+            f"no layer can run in FP8: {first.module or first.weight} and all others multiply in {first.dtype}; "
+            "expected float32, bfloat16 or float16. Convert the model first, e.g. model.float()"
+        )
+
+
+def untransposed(node: fx.Node) -> tuple[fx.Node, bool]:
+    """The matrix that ``node`` is a chain of transposes of, and whether an odd number of them."""
+    flipped = False
+    while node.op == "call_function":
+        if node.target is aten.t.default or (node.target is aten.permute.default and list(node.args[1]) == [1, 0]):
+            flipped = not flipped
+        elif node.target is not aten.alias.default:
+            break
+        node = node.args[0]  # type: ignore[assignment]
+    return node, flipped
+
+
+def _padded(x: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
+    return torch.nn.functional.pad(x, (0, -x.shape[1] % cols, 0, -x.shape[0] % rows))
+
+
+def _first_columns(y: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    return y[:, : right.shape[1]]
+
+
+def _stack(*slices: torch.Tensor) -> torch.Tensor:
+    return torch.stack(slices)
+
+
+def _contiguous(scale: torch.Tensor) -> torch.Tensor:
+    return scale.reshape(scale.shape[0], scale.shape[1])
+
+
+def _transposed(q: torch.Tensor) -> torch.Tensor:
+    """A transposed copy of FP8 bytes, through an integer view.
+
+    Triton may miscompile a transposed store of FP8 values (rare NaNs, triton#11111); bytes are safe.
+    """
+    return q.view(torch.uint8).t().contiguous().view(q.dtype)
+
+
+def _rows_fastest(scale: torch.Tensor, is_left: bool) -> torch.Tensor:
+    """cuBLAS reads the scales of 1x128 blocks with the row (M or N) as the fastest dimension."""
+    return scale.t().contiguous().t() if is_left else scale.contiguous()
+
+
+def _tiles_padded(scale: torch.Tensor, is_left: bool) -> torch.Tensor:
+    """cuBLAS reads the scales of 128x128 tiles with K fastest, its extent rounded up to a multiple of 4."""
+    rows_first = scale if is_left else scale.t()
+    tiles = rows_first.shape[1]
+    padded = torch.nn.functional.pad(rows_first, (0, -tiles % 4)).contiguous()[:, :tiles]
+    return padded if is_left else padded.t()
+
+
+def _row(site: Matmul | OtherMatmul, decision: Rewrite | Skip) -> Row:
+    shape = tuple(size if isinstance(size, int) else str(size) for size in site.shape)
+    if isinstance(decision, Skip):
+        weight = site.weight if isinstance(site, Matmul) else ""
+        return Row(site.module, site.gemm, shape, SKIPPED, decision.reason, site.op, weight)
+    assert isinstance(site, Matmul)
+    formats = (str(decision.left.format), str(decision.right.format))
+    return Row(site.module, site.gemm, shape, REWRITTEN, decision.reason, site.op, site.weight, formats)

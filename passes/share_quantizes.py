@@ -1,0 +1,69 @@
+"""Quantize a tensor once, however many gemms read it."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, Hashable
+
+import torch
+from torch import fx
+
+from fp8_compile.kernels.quantize import quantize_op
+
+from .find_matmuls import LOOK_THROUGH
+from .graph_pass import GraphPass, PassReport
+
+aten = torch.ops.aten
+
+SHARED_OPS = {
+    quantize_op,
+    operator.getitem,
+    aten.select.int,
+    aten.slice.Tensor,
+    aten.constant_pad_nd.default,
+    aten.view.dtype,
+    *LOOK_THROUGH,
+}
+
+
+class ShareQuantizes(GraphPass):
+    """Merge quantizes of one tensor in one format and blocking, seen through equal views and casts.
+
+    Before:  q1, s1 = quantize(view(x));  q2, s2 = quantize(view(x))       q and k projections of one x
+    After:   q1, s1 = quantize(view(x))                                    both gemms read q1
+
+    A backward gemm reads the forward's quantized tensor, which is what makes FP8 the thing saved for backward.
+    """
+
+    def run(self, graph: fx.Graph) -> PassReport:
+        first: dict[Hashable, fx.Node] = {}
+        merged = 0
+        for node in list(graph.nodes):
+            if node.op != "call_function" or node.target not in SHARED_OPS:
+                continue
+            key = _key(node)
+            kept = first.setdefault(key, node)
+            if kept is not node and _interchangeable(kept, node):
+                node.replace_all_uses_with(kept)
+                graph.erase_node(node)
+                merged += node.target is quantize_op
+        return PassReport(merged, "quantizes shared")
+
+
+def _key(node: fx.Node) -> Hashable:
+    return node.target, _frozen(node.args), _frozen(node.kwargs)
+
+
+def _frozen(item: Any) -> Hashable:
+    if isinstance(item, dict):
+        return tuple((name, _frozen(value)) for name, value in sorted(item.items()))
+    if isinstance(item, (list, tuple)):
+        return tuple(map(_frozen, item))
+    if isinstance(item, torch.SymInt):
+        return str(item)
+    return (type(item), item) if isinstance(item, (bool, int, float)) else item
+
+
+def _interchangeable(kept: fx.Node, node: fx.Node) -> bool:
+    """Not across checkpointed regions: what a later region recomputes must not be kept alive by an earlier one."""
+    return kept.meta.get("ac_graph_id") == node.meta.get("ac_graph_id") or "ac_graph_id" not in node.meta

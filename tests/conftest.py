@@ -1,0 +1,44 @@
+"""What every test gets: quiet neighbours, a seed, and no compiled code left over from the test before."""
+
+from __future__ import annotations
+
+import os
+
+# Before torch reads them. `pytest -n 2` runs a worker a core: more threads in each would only fight for the cores.
+THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else os.cpu_count() or 1
+os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(THREADS))
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import fp8_compile  # noqa: F401  caps oneDNN where its AMX path crashes: before any test's first matmul
+import hypothesis
+import pytest
+import torch
+
+# Compiling takes seconds, so a deadline an example says nothing; the same examples each run, so that a failure repeats.
+hypothesis.settings.register_profile("fp8_compile", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.load_profile("fp8_compile")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def threads() -> None:
+    torch.set_num_threads(THREADS)
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> None:
+    """Each test compiles anew: no graph, recompile count or guard of the test before. Inductor's disk cache stays."""
+    torch._dynamo.reset()
+
+
+@pytest.fixture(autouse=True)
+def seed() -> int:
+    """Random numbers are the same whichever tests ran before."""
+    torch.manual_seed(0)
+    return 0
+
+
+@pytest.fixture
+def generator(seed: int) -> torch.Generator:
+    """A source of random numbers of the test's own."""
+    return torch.Generator().manual_seed(seed)
