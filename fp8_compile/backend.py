@@ -20,6 +20,7 @@ from torch._inductor.custom_graph_pass import get_custom_graph_passes
 from .config import Config
 from .double_backward import reject_double_backward
 from .dump import GraphDump
+from .fast_paths import open_fast_paths
 from .module_names import ModuleNames, Selection
 from .passes.decide import Rules
 from .passes.find_matmuls import Role
@@ -80,6 +81,7 @@ def compile_graph(
 ) -> tuple[Callable[..., Any], Report]:
     """Compile one graph with our passes and say what they did. ``explain`` passes an ``inner_compile`` that does
     not compile, and ``strict=False`` to get a report where a user of FP8 would get an error."""
+    open_fast_paths(gm)
     target = config.target or Target.of_device(_device(example_inputs))
     names = ModuleNames.of_graph(gm)
     selection = Selection(config.include, config.exclude)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import logging
-from typing import Any, Callable, Mapping, Sequence
+from typing import Any, Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import fx, nn
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.utils._pytree import tree_leaves
 
 from .backend import compile_graph
 from .config import Config
@@ -49,8 +50,10 @@ def explain(
 
 
 def _trace_on_fakes(module: Any, args: Sequence[Any], kwargs: dict[str, Any], config: Config) -> list[Report]:
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        twin, args, kwargs = copy.deepcopy((module, args, kwargs))  # under the mode, copies have no data
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    copies = {id(tensor): mode.from_tensor(tensor) for tensor in _tensors(module, args, kwargs)}
+    twin, args, kwargs = copy.deepcopy((module, args, kwargs), copies)
+    with mode:
         return _trace(twin, args, kwargs, config)
 
 
@@ -74,9 +77,19 @@ def _trace(module: Any, args: Sequence[Any], kwargs: dict[str, Any], config: Con
         reports.append(report)
         return compiled
 
-    torch.compile(module, backend=backend, isolate_recompiles=True)(*args, **kwargs)
+    # Sizes as they are given: Dynamo would make those that differ from an earlier call symbolic.
+    with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
+        torch.compile(module, backend=backend, isolate_recompiles=True)(*args, **kwargs)
     return reports
 
 
 def _uncompiled(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
     return make_boxed_func(gm.forward)
+
+
+def _tensors(module: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """Every tensor that the call can reach by name: parameters, buffers, tensors kept as attributes, arguments."""
+    owned = [vars(sub) for sub in module.modules()] if isinstance(module, nn.Module) else []
+    for leaf in tree_leaves((owned, args, kwargs)):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf

@@ -86,7 +86,7 @@ def _name_reason(site: Matmul, rules: Rules) -> str | None:
 
 
 def _operand_reason(site: Matmul, rules: Rules) -> str | None:
-    """Eligible: a product with a parameter, or a 2-D product with a tensor that came in from outside."""
+    """Eligible: a product with a parameter, or a plain product with a tensor that came in from outside."""
     forward = site.forward or site
     if site.gemm != "output" and site.forward is None:
         operands = [operand for operand in (site.left, site.right) if operand.role is not Role.GRAD_OUTPUT]
@@ -97,7 +97,7 @@ def _operand_reason(site: Matmul, rules: Rules) -> str | None:
     if any(operand.origin in (Origin.BUFFER, Origin.CONSTANT) for operand in operands):
         return "product with a buffer or a constant, not with a parameter"
     came_in = any(operand.root.op == "placeholder" for operand in operands)
-    if came_in and not forward.batched:
+    if came_in and (not forward.batched or statically_known_true(forward.shape[0] == 1)):
         return None
     return "activation by activation stays in high precision"
 

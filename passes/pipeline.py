@@ -17,6 +17,7 @@ from .find_matmuls import Names, is_backward
 from .graph_pass import GraphPass
 from .lower_quantizes import LowerQuantizes
 from .lower_scaled_mm_cpu import LowerScaledMmForCpu
+from .relayout_bytes import RelayoutBytes
 from .rewrite_matmuls import RewriteMatmuls
 from .round_without_cast import RoundWithoutCast
 from .row import Row
@@ -99,7 +100,7 @@ class SplitPipeline(Pipeline):
     """What is better done when it is known which tensors are saved for backward."""
 
     def __init__(self, rules: Rules, key: str, observer: Observer | None = None) -> None:
-        super().__init__([RoundWithoutCast()] if rules.target == "cpu" else [], key, observer)
+        super().__init__([RoundWithoutCast() if rules.target == "cpu" else RelayoutBytes()], key, observer)
 
     def phase(self, graph: fx.Graph) -> str:
         return "backward" if any(is_backward(node) for node in graph.nodes) else "forward"

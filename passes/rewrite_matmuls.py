@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Mapping
+from typing import Any, Callable
 
 import torch
 from torch import fx
@@ -10,9 +10,10 @@ from torch import fx
 from fp8_compile.kernels.quantize import HIGH_PRECISION, WHOLE, quantize_op
 
 from .decide import OperandPlan, Rewrite, Rules, Skip, decide
-from .emit import NEVER_SAVED, emit, getitem, inline, value
+from .emit import emit, getitem, inline, value
 from .find_matmuls import Matmul, Names, OtherMatmul, find_matmuls
 from .graph_pass import GraphPass, PassReport
+from .relayout_bytes import emit_relayout
 from .row import REWRITTEN, SKIPPED, Row
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -100,30 +101,27 @@ class _Editor:
         """FP8 values and scales of one side: left as [M, K] and [M/r, K/c], right as [K, N] and [K/c, N/r]."""
         base, flipped = untransposed(node)
         rows_first = flipped != is_left  # the base lies as [rows, contraction]: x of x @ w, w of x @ w.T
-        block, align = plan.block, (1 if is_left else self.plan.align_n, self.plan.align_k)
-        if not rows_first:
-            block, align = block[::-1], align[::-1]
-        if align != (1, 1):
-            base = self._inline(_padded, base, *align)
+        block = plan.block if rows_first else plan.block[::-1]
         both = self._emit(quantize_op, base, plan.format.dtype, list(block))
         q, scale = getitem(self.graph, both, 0), getitem(self.graph, both, 1)
         if rows_first != is_left:
             scale = self._emit(aten.permute.default, scale, [1, 0])
         if self.rules.needs_k_contiguous:
-            scale = self._scale_in_layout(scale, plan, is_left)
-            if not rows_first:
-                q = self._inline(_transposed, q, tags=NEVER_SAVED)
+            multiples = (1 if is_left else self.plan.align_n, self.plan.align_k)
+            scale = self._scale_in_layout(scale, plan, is_left, multiples[0])
+            if not rows_first or multiples != (1, 1):
+                q = emit_relayout(self.graph, q, not rows_first, *multiples, like=self.site.node)
                 rows_first = True
         if rows_first != is_left:
             q = self._emit(aten.permute.default, q, [1, 0])
         return q, scale
 
-    def _scale_in_layout(self, scale: fx.Node, plan: OperandPlan, is_left: bool) -> fx.Node:
+    def _scale_in_layout(self, scale: fx.Node, plan: OperandPlan, is_left: bool, row_multiple: int) -> fx.Node:
         if plan.block == (WHOLE, WHOLE):
             return scale
-        if WHOLE in plan.block:
-            return self._inline(_contiguous, scale)
-        return self._inline(_rows_fastest if plan.block[0] == 1 else _tiles_padded, scale, is_left)
+        if plan.block[0] != 1:
+            return self._inline(_tiles_padded, scale, is_left)
+        return self._inline(_rows_fastest, scale, is_left, row_multiple)
 
     def _gemm_can_add(self) -> bool:
         """Whether the gemm itself can add the bias: a vector, unscaled, in a 16-bit output (any on the CPU)."""
@@ -149,8 +147,8 @@ class _Editor:
     def _emit(self, op: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         return emit(self.graph, op, *args, like=self.site.node, **kwargs)
 
-    def _inline(self, function: Callable[..., torch.Tensor], *args: Any, tags: Mapping[str, Any] | None = None) -> fx.Node:
-        return inline(self.graph, function, *args, like=self.site.node, tags=tags)
+    def _inline(self, function: Callable[..., torch.Tensor], *args: Any) -> fx.Node:
+        return inline(self.graph, function, *args, like=self.site.node)
 
 
 def _check_dtypes(sites: list[Matmul | OtherMatmul]) -> None:
@@ -176,10 +174,6 @@ def untransposed(node: fx.Node) -> tuple[fx.Node, bool]:
     return node, flipped
 
 
-def _padded(x: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
-    return torch.nn.functional.pad(x, (0, -x.shape[1] % cols, 0, -x.shape[0] % rows))
-
-
 def _first_columns(y: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return y[:, : right.shape[1]]
 
@@ -188,21 +182,11 @@ def _stack(*slices: torch.Tensor) -> torch.Tensor:
     return torch.stack(slices)
 
 
-def _contiguous(scale: torch.Tensor) -> torch.Tensor:
-    return scale.reshape(scale.shape[0], scale.shape[1])
-
-
-def _transposed(q: torch.Tensor) -> torch.Tensor:
-    """A transposed copy of FP8 bytes, through an integer view.
-
-    Triton may miscompile a transposed store of FP8 values (rare NaNs, triton#11111); bytes are safe.
-    """
-    return q.view(torch.uint8).t().contiguous().view(q.dtype)
-
-
-def _rows_fastest(scale: torch.Tensor, is_left: bool) -> torch.Tensor:
-    """cuBLAS reads the scales of 1x128 blocks with the row (M or N) as the fastest dimension."""
-    return scale.t().contiguous().t() if is_left else scale.contiguous()
+def _rows_fastest(scale: torch.Tensor, is_left: bool, row_multiple: int) -> torch.Tensor:
+    """cuBLAS reads the scales of rows and of 1x128 blocks with the row (M or N) as the fastest dimension."""
+    by_row = scale.t() if is_left else scale
+    padded = torch.nn.functional.pad(by_row, (0, -by_row.shape[1] % row_multiple)) if row_multiple > 1 else by_row
+    return padded.contiguous().t() if is_left else padded.contiguous()
 
 
 def _tiles_padded(scale: torch.Tensor, is_left: bool) -> torch.Tensor:

@@ -370,7 +370,10 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_file_leaves_the_whole_old_one(
 def test_a_mistake_of_ours_is_not_taken_for_a_disk_error(tmp_path: Path) -> None:
     dump, graph = GraphDump.create(tmp_path), product()
     with pytest.raises(KeyError, match="joint"):
-        dump.ran("joint", "RewriteMatmuls", graph, changed=True)
+        dump.ran("joint", "RewriteMatmuls", graph, changed=True)  # never started
+    graph.output_node().prepend(next(iter(graph.nodes)))  # used before it is defined
+    with pytest.raises(KeyError, match="x"):
+        dump.finished("joint", graph)
 
 
 def test_a_dump_can_be_copied_and_pickled_with_the_pass_that_holds_it(tmp_path: Path) -> None:

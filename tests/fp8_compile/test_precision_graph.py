@@ -35,6 +35,7 @@ HOSTILE = (
     "half a pair \ud800",
     "naïve 数 🚀 \u2028",
     '\\" -> "a" [',
+    "not characters \ufffe \uffff",
     "\\x00",
     "\x00",
 )
