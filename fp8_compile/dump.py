@@ -10,8 +10,9 @@ import logging
 import os
 import re
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Callable, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import fx
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fp8_compile")
 
-Phase = Literal["joint", "forward", "backward", "inference"]
 LONGEST_PASS_NAME = 80  # a file name may have 255 bytes
 
 
@@ -50,7 +50,7 @@ class GraphDump:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._latest: dict[Phase, _Step] = {}
+        self._latest: dict[str, _Step] = {}
         self._stopped = False
 
     @classmethod
@@ -73,8 +73,8 @@ class GraphDump:
             ) from error
         raise AssertionError("unreachable: itertools.count does not end")
 
-    def started(self, phase: Phase, graph: fx.Graph) -> None:
-        """Write the graph before all passes."""
+    def started(self, phase: str, graph: fx.Graph) -> None:
+        """Write the graph before all passes; ``phase`` is "joint", "forward", "backward" or "inference"."""
         if self._stopped:
             return
         step = _Step(0, f"{phase}.00_before.py", readable(graph))
@@ -82,7 +82,7 @@ class GraphDump:
         self._write(step.file, step.text)
         self._draw(f"{phase}.before", graph)
 
-    def ran(self, phase: Phase, pass_name: str, graph: fx.Graph, changed: bool) -> None:
+    def ran(self, phase: str, pass_name: str, graph: fx.Graph, changed: bool) -> None:
         """Write the graph after a pass that changed it, and the difference; :meth:`started` has come before."""
         if self._stopped or not changed:
             return
@@ -93,7 +93,7 @@ class GraphDump:
         self._write(after.file, after.text)
         self._write(f"{stem}.diff", _difference(before, after))
 
-    def finished(self, phase: Phase, graph: fx.Graph) -> None:
+    def finished(self, phase: str, graph: fx.Graph) -> None:
         """Draw the graph after all passes."""
         if not self._stopped:
             self._draw(phase, graph)
@@ -144,6 +144,6 @@ def _difference(before: _Step, after: _Step) -> str:
 
 
 def _snake_case(name: str) -> str:
-    """``RewriteMatmuls`` and ``rewrite_matmuls`` are ``rewrite_matmuls``, ``LowerFP8ForCPU`` is ``lower_fp8_for_cpu``."""
+    """``RewriteMatmuls`` becomes ``rewrite_matmuls``, ``LowerFP8ForCPU`` becomes ``lower_fp8_for_cpu``."""
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
     return re.sub(r"[^a-z0-9]+", "_", words).strip("_")[:LONGEST_PASS_NAME] or "pass"

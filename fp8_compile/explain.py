@@ -73,7 +73,7 @@ def _trace(module: Any, args: Sequence[Any], kwargs: dict[str, Any], config: Con
     reports: list[Report] = []
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        compiled, report = compile_graph(gm, example_inputs, config, inner_compile=_uncompiled, strict=False)
+        compiled, report = compile_graph(gm, example_inputs, config, inner_compile=run_uncompiled, strict=False)
         reports.append(report)
         return compiled
 
@@ -83,7 +83,8 @@ def _trace(module: Any, args: Sequence[Any], kwargs: dict[str, Any], config: Con
     return reports
 
 
-def _uncompiled(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
+def run_uncompiled(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
+    """An ``inner_compile`` for Inductor that interprets the graph."""
     return make_boxed_func(gm.forward)
 
 

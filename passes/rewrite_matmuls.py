@@ -6,6 +6,7 @@ from typing import Any, Callable
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp8_compile.kernels.quantize import HIGH_PRECISION, WHOLE, quantize_op
 
@@ -104,24 +105,29 @@ class _Editor:
         block = plan.block if rows_first else plan.block[::-1]
         both = self._emit(quantize_op, base, plan.format.dtype, list(block))
         q, scale = getitem(self.graph, both, 0), getitem(self.graph, both, 1)
-        if rows_first != is_left:
-            scale = self._emit(aten.permute.default, scale, [1, 0])
         if self.rules.needs_k_contiguous:
             multiples = (1 if is_left else self.plan.align_n, self.plan.align_k)
-            scale = self._scale_in_layout(scale, plan, is_left, multiples[0])
+            scale = self._scale_in_layout(scale, plan, rows_first, is_left, multiples[0])
             if not rows_first or multiples != (1, 1):
                 q = emit_relayout(self.graph, q, not rows_first, *multiples, like=self.site.node)
                 rows_first = True
+        elif rows_first != is_left:
+            scale = self._emit(aten.permute.default, scale, [1, 0])
         if rows_first != is_left:
             q = self._emit(aten.permute.default, q, [1, 0])
         return q, scale
 
-    def _scale_in_layout(self, scale: fx.Node, plan: OperandPlan, is_left: bool, row_multiple: int) -> fx.Node:
+    def _scale_in_layout(
+        self, scale: fx.Node, plan: OperandPlan, rows_first: bool, is_left: bool, row_multiple: int
+    ) -> fx.Node:
         if plan.block == (WHOLE, WHOLE):
             return scale
         if plan.block[0] != 1:
-            return self._inline(_tiles_padded, scale, is_left)
-        return self._inline(_rows_fastest, scale, is_left, row_multiple)
+            return self._inline(_tile_scales, scale, rows_first, is_left)
+        blocks = value(scale).shape[1 if rows_first else 0]
+        if statically_known_true(blocks == 1):
+            return self._inline(_row_scales, scale, is_left, row_multiple)
+        return self._inline(_row_block_scales, scale, rows_first, is_left, row_multiple)
 
     def _gemm_can_add(self) -> bool:
         """Whether the gemm itself can add the bias: a vector, unscaled, in a 16-bit output (any on the CPU)."""
@@ -182,18 +188,26 @@ def _stack(*slices: torch.Tensor) -> torch.Tensor:
     return torch.stack(slices)
 
 
-def _rows_fastest(scale: torch.Tensor, is_left: bool, row_multiple: int) -> torch.Tensor:
-    """cuBLAS reads the scales of rows and of 1x128 blocks with the row (M or N) as the fastest dimension."""
-    by_row = scale.t() if is_left else scale
-    padded = torch.nn.functional.pad(by_row, (0, -by_row.shape[1] % row_multiple)) if row_multiple > 1 else by_row
-    return padded.contiguous().t() if is_left else padded.contiguous()
+def _row_scales(scale: torch.Tensor, is_left: bool, row_multiple: int) -> torch.Tensor:
+    """One scale a row: [M, 1] or [1, N], with every stride 1."""
+    flat = scale.reshape(-1)
+    flat = torch.nn.functional.pad(flat, (0, -flat.shape[0] % row_multiple)) if row_multiple > 1 else flat
+    return flat[:, None] if is_left else flat[None, :]
 
 
-def _tiles_padded(scale: torch.Tensor, is_left: bool) -> torch.Tensor:
+def _row_block_scales(scale: torch.Tensor, rows_first: bool, is_left: bool, row_multiple: int) -> torch.Tensor:
+    """cuBLAS reads the scales of 1x128 blocks with the row (M or N) as the fastest dimension."""
+    by_block = scale.t() if rows_first else scale
+    if row_multiple > 1:
+        by_block = torch.nn.functional.pad(by_block, (0, -by_block.shape[1] % row_multiple))
+    return by_block.contiguous().t() if is_left else by_block.contiguous()
+
+
+def _tile_scales(scale: torch.Tensor, rows_first: bool, is_left: bool) -> torch.Tensor:
     """cuBLAS reads the scales of 128x128 tiles with K fastest, its extent rounded up to a multiple of 4."""
-    rows_first = scale if is_left else scale.t()
-    tiles = rows_first.shape[1]
-    padded = torch.nn.functional.pad(rows_first, (0, -tiles % 4)).contiguous()[:, :tiles]
+    by_row = scale if rows_first else scale.t()
+    tiles = by_row.shape[1]
+    padded = torch.nn.functional.pad(by_row, (0, -tiles % 4)).contiguous()[:, :tiles]
     return padded if is_left else padded.t()
 
 

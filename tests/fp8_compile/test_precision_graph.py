@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import operator
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 import expecttest
 import networkx as nx
@@ -167,7 +168,7 @@ def test_an_operation_has_the_kind_of_its_name(target: Callable[..., Any], kind:
 
 
 def test_operations_of_our_namespace_are_known_by_name_and_those_of_another_are_not() -> None:
-    mine, theirs = torch.library.Library("fp8_compile", "FRAGMENT"), torch.library.Library("not_fp8_compile", "FRAGMENT")
+    mine, theirs = (torch.library.Library(namespace, "FRAGMENT") for namespace in ("fp8_compile", "not_fp8_compile"))
     kinds = {}
     for library, name in (
         (mine, "quantize_fused_for_this_test"),
@@ -310,7 +311,9 @@ def test_graphml_is_read_back_as_it_was_written(make: Callable[[], fx.Graph], tm
 
 
 @given(st.lists(st.text(min_size=1), min_size=1, max_size=5, unique=True))
-def test_any_text_as_a_name_survives_graphml_and_dot(tmp_path_factory: pytest.TempPathFactory, names: list[str]) -> None:
+def test_any_text_as_a_name_survives_graphml_and_dot(
+    tmp_path_factory: pytest.TempPathFactory, names: list[str]
+) -> None:
     folder = tmp_path_factory.mktemp("names")
     graph = hostile_graph(tuple(f"_{name}" for name in names))
     assert_reads_back(graph, folder / "graph.graphml")
@@ -330,7 +333,9 @@ def test_hostile_names_stay_apart_and_can_be_read() -> None:
 
 def test_dot_of_a_rewritten_graph(tmp_path: Path) -> None:
     write_dot(fp8_linear(), tmp_path / "graph.dot")
-    expecttest.assert_expected_inline((tmp_path / "graph.dot").read_text(), """\
+    expecttest.assert_expected_inline(
+        (tmp_path / "graph.dot").read_text(),
+        """\
 digraph fp8_compile {
   node [shape=box, style=filled, penwidth=2, fontname="monospace"];
   "x" [label="x\\nbf16 [16, 32]", fillcolor="#FFFFFF", color="#0072B2"];
@@ -347,7 +352,8 @@ digraph fp8_compile {
   "convert_element_type_default" -> "_scaled_mm_default" [color="#009E73"];
   "_scaled_mm_default" -> "output" [color="#0072B2"];
 }
-""")
+""",  # noqa: E501
+    )
 
 
 def test_dot_of_hostile_names_has_one_statement_a_line_and_escapes_them(tmp_path: Path) -> None:

@@ -1,0 +1,31 @@
+"""A backend that runs our joint-graph passes and then interprets the graphs instead of compiling them.
+
+The graphs, and so the numerics, are those that Inductor would get; a test takes a second, not half a minute.
+What only exists behind Inductor (the passes on the split graphs, generated code, caches) needs the real backend.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Sequence
+
+from torch import fx
+
+from fp8_compile import Config, Report
+from fp8_compile.backend import compile_graph
+from fp8_compile.explain import run_uncompiled
+
+NO_CACHE = {"force_disable_caches": True}
+
+
+class UncompiledBackend:
+    """``torch.compile(model, backend=UncompiledBackend(Config(...)))``; ``.reports`` as of the real one."""
+
+    def __init__(self, config: Config | None = None) -> None:
+        config = config or Config()
+        self.config = config.replace(inductor={**config.inductor, **NO_CACHE})
+        self.reports: list[Report] = []
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        compiled, report = compile_graph(gm, example_inputs, self.config, inner_compile=run_uncompiled)
+        self.reports.append(report)
+        return compiled
