@@ -32,12 +32,12 @@ clean:           ## remove the virtual environment and everything built or dumpe
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
 
 # The stamps are newer than pyproject.toml once its requirements are installed; a second run installs nothing.
 $(BASE): pyproject.toml | $(BIN)/python
-	@echo "installing fp8_compile and torch into $(VENV)"
+	@echo "installing fp8_compile and torch into $(VENV): a minute or more"
 	$(PIP) --editable .
 	@touch $@
 

@@ -28,8 +28,13 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(d, d, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (proj(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        return self.o_proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
+        q, k, v = (self._by_head(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o_proj(mixed.transpose(1, 2).flatten(-2))
+
+    def _by_head(self, x: Tensor) -> Tensor:
+        """[batch, time, d] to [batch, heads, time, d / heads]"""
+        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
 
 class SwiGLU(nn.Module):
@@ -61,9 +66,7 @@ class Block(nn.Module):
 class ByteLM(nn.Module):
     """A decoder over bytes; ``model(tokens, targets)`` is the mean cross-entropy in nats a byte."""
 
-    def __init__(
-        self, layers: int = 4, d: int = 512, heads: int = 8, hidden: int | None = None, context: int = 256
-    ):
+    def __init__(self, layers: int = 4, d: int = 512, heads: int = 8, hidden: int | None = None, context: int = 256):
         super().__init__()
         if d % heads:
             raise ValueError(f"d must be a multiple of heads, got d={d}, heads={heads}")
@@ -101,9 +104,7 @@ def stdlib_text(max_bytes: int = 8_000_000) -> Tensor:
     return torch.frombuffer(text, dtype=torch.uint8)[:max_bytes].clone()
 
 
-def batches(
-    text: Tensor, *, batch: int, time: int, generator: torch.Generator
-) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(text: Tensor, *, batch: int, time: int, generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
     """Random windows of ``text`` without end: (tokens, targets), each int64 [batch, time], targets one byte on."""
     if len(text) <= time:
         raise ValueError(f"text of {len(text)} bytes is too short for windows of time={time} and one byte more")

@@ -14,11 +14,12 @@ import statistics
 import time
 from pathlib import Path
 
-import fp8_compile  # for explain and its Config; compiling and training need no import
 import torch
-from byte_lm import ByteLM, batches, stdlib_text
 from torch import Tensor, nn
 from tqdm import tqdm
+
+import fp8_compile  # for explain and its Config; compiling and training need no import
+from byte_lm import ByteLM, batches, stdlib_text
 
 BATCH, TIME = 8, 64
 SPARKS = "▁▂▃▄▅▆▇█"
@@ -54,7 +55,8 @@ def main() -> None:
     fp8 = Run(torch.compile(model, backend="fp8", options={"dump": str(options.dump), **recipe}))
 
     text = stdlib_text()
-    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters, {len(text) / 1e6:.1f} MB of Python source")
+    size = sum(parameter.numel() for parameter in model.parameters())
+    print(f"{size / 1e6:.1f}M parameters, {len(text) / 1e6:.1f} MB of Python source")
     source = batches(text, batch=BATCH, time=TIME, generator=torch.Generator().manual_seed(0))
     with tqdm(total=options.steps, desc="compiling both models", unit="step") as progress:
         for tokens, targets in source:
@@ -68,8 +70,9 @@ def main() -> None:
     print_curves(full, fp8)
     print("\nWhat became of each matmul (the other blocks are like the first):\n")
     print(shorten(str(fp8_compile.explain(model, args=(tokens, targets), config=fp8_compile.Config(**recipe)))))
-    print(f"\nGraphs before and after each pass, diffs and reports: {options.dump.resolve()}")
-    for path in sorted(options.dump.glob("*"))[-3:]:
+    newest = max(options.dump.glob("graph_*"))
+    print(f"\nThe graph before and after each pass: {newest.resolve()}, for example")
+    for path in sorted(newest.glob("joint*.diff")):
         print(f"  {path.name}")
 
 

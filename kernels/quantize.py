@@ -14,31 +14,44 @@ an Inf or NaN: the saturating cast alone would turn Inf into F and hide an overf
 
 from __future__ import annotations
 
+from typing import Sequence
+
 import torch
 
 from .formats import format_of
 
 AMAX_FLOOR = 1e-12
+Block = Sequence[int]
 WHOLE = -1  # a block that spans its dimension
 HIGH_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def quantize(x: torch.Tensor, dtype: torch.dtype, block: tuple[int, int] | list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(x: torch.Tensor, dtype: torch.dtype, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
     """The formula above in plain PyTorch: the reference, and what the graph is lowered to."""
-    largest = format_of(dtype).max
+    quant_scale, dequant_scale = scales(x, dtype, block)
+    return cast(x, quant_scale, dtype, block), dequant_scale
+
+
+def scales(x: torch.Tensor, dtype: torch.dtype, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first half: ``quant_scale`` and ``dequant_scale`` from the values themselves."""
     amax = block_amax(x, block).clamp_min(AMAX_FLOOR)
-    quant_scale = largest / amax
-    dequant_scale = quant_scale.reciprocal() + amax * 0.0
+    quant_scale = format_of(dtype).max / amax
+    return quant_scale, quant_scale.reciprocal() + amax * 0.0
+
+
+def cast(x: torch.Tensor, quant_scale: torch.Tensor, dtype: torch.dtype, block: Block) -> torch.Tensor:
+    """The second half: scale, saturate, round to nearest even."""
+    largest = format_of(dtype).max
     scaled = x.to(torch.float32) * spread(quant_scale, x.shape, block)
-    return scaled.clamp(-largest, largest).to(dtype), dequant_scale
+    return scaled.clamp(-largest, largest).to(dtype)
 
 
-def dequantize(q: torch.Tensor, dequant_scale: torch.Tensor, block: tuple[int, int] | list[int]) -> torch.Tensor:
+def dequantize(q: torch.Tensor, dequant_scale: torch.Tensor, block: Block) -> torch.Tensor:
     """``q * dequant_scale`` in FP32."""
     return q.to(torch.float32) * spread(dequant_scale, q.shape, block)
 
 
-def block_amax(x: torch.Tensor, block: tuple[int, int] | list[int]) -> torch.Tensor:
+def block_amax(x: torch.Tensor, block: Block) -> torch.Tensor:
     """Largest magnitude of each block in FP32, [ceil(R/r), ceil(C/c)]; NaN where the block has one."""
     rows, cols = x.shape
     magnitude = x.abs()
@@ -51,7 +64,7 @@ def block_amax(x: torch.Tensor, block: tuple[int, int] | list[int]) -> torch.Ten
     return tiles.amax((1, 3)).to(torch.float32)
 
 
-def spread(scale: torch.Tensor, shape: torch.Size, block: tuple[int, int] | list[int]) -> torch.Tensor:
+def spread(scale: torch.Tensor, shape: torch.Size, block: Block) -> torch.Tensor:
     """Give every element of a [R, C] matrix its block's scale; broadcasting does it where a block is a line."""
     if not is_tiled(block):
         return scale
@@ -60,7 +73,7 @@ def spread(scale: torch.Tensor, shape: torch.Size, block: tuple[int, int] | list
     return tiles.reshape(scale.shape[0] * block_rows, scale.shape[1] * block_cols)[:rows, :cols]
 
 
-def is_tiled(block: tuple[int, int] | list[int]) -> bool:
+def is_tiled(block: Block) -> bool:
     """Whether blocks are smaller than a row or a column."""
     return WHOLE not in block
 

@@ -36,7 +36,7 @@ def operands(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Both sides in FP32: as they are, or with their scales where these belong to tiles."""
     a, b = left.to(torch.float32), right.to(torch.float32)
-    if _tiled(a.shape[0], b.shape[1], scale_left, scale_right):
+    if has_tiles(a.shape[0], b.shape[1], scale_left, scale_right):
         a = a * spread(scale_left, a.shape, (_block(a.shape[0], scale_left.shape[0]), TILE))
         b = b * spread(scale_right, b.shape, (TILE, _block(b.shape[1], scale_right.shape[1])))
     return a, b
@@ -50,14 +50,14 @@ def epilogue(
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
     """What follows the product: the scales that do not vary along K, the bias, the cast."""
-    if not _tiled(product.shape[0], product.shape[1], scale_left, scale_right):
+    if not has_tiles(product.shape[0], product.shape[1], scale_left, scale_right):
         product = product * (scale_left * scale_right)
     if bias is not None:
         product = product + bias
     return product.to(out_dtype)
 
 
-def _tiled(m: int, n: int, scale_left: torch.Tensor, scale_right: torch.Tensor) -> bool:
+def has_tiles(m: int, n: int, scale_left: torch.Tensor, scale_right: torch.Tensor) -> bool:
     """Whether some scale belongs to a 1x128 or 128x128 tile rather than to a whole tensor, row or column."""
     along_k = not (_same(scale_left.shape[1], 1) and _same(scale_right.shape[0], 1))
     lines = all(_same(size, 1) or _same(size, whole) for size, whole in ((scale_left.shape[0], m), (scale_right.shape[1], n)))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import operator
 
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
-from fp8_compile.kernels.quantize import quantize, quantize_op
+from fp8_compile.kernels.quantize import cast, quantize_op, scales
 
 from .emit import inline
 from .graph_pass import GraphPass, PassReport
 
-QUANTIZE = {"fp8_kind": "quantize"}  # marks the nodes of a lowered quantize: their casts are in range
+SCALES, CAST = "scales", "cast"  # values of meta["fp8_kind"]: which half of a quantize a node belongs to
 
 
 class LowerQuantizes(GraphPass):
@@ -22,14 +23,24 @@ class LowerQuantizes(GraphPass):
              s = reciprocal(quant_scale) + amax * 0
              q = convert_element_type(clamp(x * quant_scale, -448, 448), float8_e4m3fn)
 
-    Inductor fuses the cast into the producer of x and the amax into the reduction before it.
+    As plain ops the partitioner knows that q is cheap: it saves q, a byte an element, or computes it again in
+    backward from what is saved anyway. The scales are always saved, so that nothing is reduced twice.
+    On a GPU Inductor fuses the cast into the producer of x and the amax into the reduction before it.
     """
 
     def run(self, graph: fx.Graph) -> PassReport:
         nodes = graph.find_nodes(op="call_function", target=quantize_op)
         for node in nodes:
+            x, dtype, block = node.args
+            arguments = {"fp8_arguments": (dtype, tuple(block))}
             with graph.inserting_before(node):
-                results = inline(graph, quantize, *node.args, like=node, tags=QUANTIZE)
+                tags = {"fp8_kind": SCALES, **arguments}
+                quant_scale, dequant_scale = inline(graph, scales, x, dtype, block, like=node, tags=tags)
+                for index, scale in enumerate((quant_scale, dequant_scale)):
+                    scale.meta.update(fp8_scale=index, recompute=CheckpointPolicy.MUST_SAVE)
+                tags = {"fp8_kind": CAST, **arguments}
+                q = inline(graph, cast, x, quant_scale, dtype, block, like=node, tags=tags)
+            results = (q, dequant_scale)
             for user in list(node.users):
                 assert user.target is operator.getitem, user.format_node()
                 user.replace_all_uses_with(results[user.args[1]])

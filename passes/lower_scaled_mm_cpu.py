@@ -5,19 +5,21 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from fp8_compile.kernels.scaled_mm import epilogue, operands
+from fp8_compile.kernels.cpu.ops import scaled_product_op
+from fp8_compile.kernels.scaled_mm import epilogue, has_tiles, operands
 
-from .emit import NEVER_SAVED, emit, inline
+from .emit import NEVER_SAVED, emit, inline, value
 from .graph_pass import GraphPass, PassReport
 
-aten = torch.ops.aten
+aten, prims = torch.ops.aten, torch.ops.prims
 
 
 class LowerScaledMmForCpu(GraphPass):
     """Replace ``aten._scaled_mm``, which is a reference loop on CPUs, with an exact FP32 product.
 
     Before:  y: bf16[M, N] = _scaled_mm(qa, qb, sa, sb, bias, out_dtype=bf16)
-    After:   y = convert_element_type(mm(float(qa), float(qb)) * (sa * sb) + bias, bf16)
+    After:   y = fp8_compile.scaled_product(float(qa), float(qb), sa, sb, bias, bf16)
+    Tiles:   y = convert_element_type(mm(float(qa) * sa, float(qb) * sb) + bias, bf16)
 
     FP8 values are exact in FP32 and so are their products; only the sum rounds, as on a GPU.
     The upcasts are never saved for backward: the FP8 tensors are, at a quarter of the bytes.
@@ -26,12 +28,28 @@ class LowerScaledMmForCpu(GraphPass):
     def run(self, graph: fx.Graph) -> PassReport:
         nodes = graph.find_nodes(op="call_function", target=aten._scaled_mm.default)
         for node in nodes:
-            q_left, q_right, *scales = node.args[:4]
             with graph.inserting_before(node):
-                left, right = inline(graph, operands, q_left, q_right, *scales, like=node, tags=NEVER_SAVED)
-                product = emit(graph, aten.mm.default, left, right, like=node)
-                bias, out_dtype = node.kwargs["bias"], node.kwargs["out_dtype"]
-                result = inline(graph, epilogue, product, *scales, bias, out_dtype, like=node)
+                result = _tiled(graph, node) if _has_tiles(node) else _product(graph, node)
             node.replace_all_uses_with(result)
             graph.erase_node(node)
         return PassReport(len(nodes), "FP8 gemms lowered for the CPU")
+
+
+def _product(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    upcast = prims.convert_element_type.default
+    left, right = (emit(graph, upcast, q, torch.float32, like=node, tags=NEVER_SAVED) for q in node.args[:2])
+    bias, out_dtype = node.kwargs["bias"], node.kwargs["out_dtype"]
+    return emit(graph, scaled_product_op, left, right, *node.args[2:4], bias, out_dtype, like=node)
+
+
+def _tiled(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    q_left, q_right, *scales = node.args[:4]
+    left, right = inline(graph, operands, q_left, q_right, *scales, like=node, tags=NEVER_SAVED)
+    product = emit(graph, aten.mm.default, left, right, like=node)
+    return inline(graph, epilogue, product, *scales, node.kwargs["bias"], node.kwargs["out_dtype"], like=node)
+
+
+def _has_tiles(node: fx.Node) -> bool:
+    scale_left, scale_right = map(value, node.args[2:4])
+    m, n = value(node).shape
+    return has_tiles(m, n, scale_left, scale_right)

@@ -12,6 +12,9 @@ from typing import Protocol, Sequence
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
+from fp8_compile import kernels
+
+from .call_cpu_kernels import CallCpuKernels
 from .decide import Rules
 from .find_matmuls import Names, is_backward
 from .graph_pass import GraphPass
@@ -19,7 +22,6 @@ from .lower_quantizes import LowerQuantizes
 from .lower_scaled_mm_cpu import LowerScaledMmForCpu
 from .relayout_bytes import RelayoutBytes
 from .rewrite_matmuls import RewriteMatmuls
-from .round_without_cast import RoundWithoutCast
 from .row import Row
 from .share_quantizes import ShareQuantizes
 
@@ -100,7 +102,7 @@ class SplitPipeline(Pipeline):
     """What is better done when it is known which tensors are saved for backward."""
 
     def __init__(self, rules: Rules, key: str, observer: Observer | None = None) -> None:
-        super().__init__([RoundWithoutCast() if rules.target == "cpu" else RelayoutBytes()], key, observer)
+        super().__init__([CallCpuKernels() if rules.target == "cpu" else RelayoutBytes()], key, observer)
 
     def phase(self, graph: fx.Graph) -> str:
         return "backward" if any(is_backward(node) for node in graph.nodes) else "forward"
@@ -110,12 +112,6 @@ class SplitPipeline(Pipeline):
 def source_hash() -> str:
     """A hash of every source file of passes and kernels: other code, other cache entries."""
     here = pathlib.Path(__file__).parent
-    folders = {here, pathlib.Path(_kernels_file()).parent}
-    files = sorted(str(file) for folder in folders for file in folder.glob("*.py"))
+    folders = (here, pathlib.Path(kernels.__file__).parent)
+    files = sorted(str(file) for folder in folders for kind in ("*.py", "*.cpp") for file in folder.rglob(kind))
     return get_hash_for_files(tuple(files)).hex()
-
-
-def _kernels_file() -> str:
-    from fp8_compile import kernels
-
-    return kernels.__file__

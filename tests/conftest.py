@@ -10,10 +10,11 @@ os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(THREADS))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-import fp8_compile  # noqa: F401  caps oneDNN where its AMX path crashes: before any test's first matmul
 import hypothesis
 import pytest
 import torch
+
+import fp8_compile  # noqa: F401  caps oneDNN where its AMX path crashes: before any test's first matmul
 
 # Compiling takes seconds, so a deadline an example says nothing; the same examples each run, so that a failure repeats.
 hypothesis.settings.register_profile("fp8_compile", deadline=None, derandomize=True, print_blob=True)

@@ -13,6 +13,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+
 from fp8_compile import onednn
 from fp8_compile.onednn import CAP, CAP_VARIABLE, Verdict
 
@@ -231,7 +232,8 @@ def test_the_default_cache_is_the_users_cache_folder(tmp_path, monkeypatch):
 
 def test_the_probe_does_not_start_a_probe_of_its_own(tmp_path):
     seen = tmp_path / "seen"
-    machine = Machine(tmp_path, probe=f"open({str(seen)!r}, 'w').write(os.environ.get('{onednn.PROBING_VARIABLE}', ''))")
+    mark = f"os.environ.get({onednn.PROBING_VARIABLE!r}, '')"
+    machine = Machine(tmp_path, probe=f"open({str(seen)!r}, 'w').write({mark})")
     assert machine.examine() is Verdict.SOUND
     assert seen.read_text() == "1"
     inside = Machine(tmp_path, probe=DIES_OF_SIGILL)
@@ -253,7 +255,7 @@ def test_two_processes_at_once_agree_and_leave_one_whole_cache_file(tmp_path):
     """)
     processes = [subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) for _ in range(2)]
     said = [process.communicate(timeout=120)[0].strip() for process in processes]
-    assert said == [f"Verdict.CAPPED {({CAP_VARIABLE: CAP})}"] * 2
+    assert said == [f"{Verdict.CAPPED} " + str({CAP_VARIABLE: CAP})] * 2
     assert machine.probes == 2
     (memory,) = machine.cache.iterdir()
     assert json.loads(memory.read_text())["broken"] is True

@@ -1,0 +1,108 @@
+"""Bytes saved for backward: FP8 against the same bf16 model, both compiled by Inductor's partitioner.
+
+Nothing is computed: the step runs on fake tensors, and what autograd keeps between forward and backward is
+counted. Parameters are not, since they are there anyway.
+
+    python benchmarks/saved_bytes.py
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Sequence
+
+import torch
+from torch import fx, nn
+from torch._inductor.compile_fx import compile_fx
+from torch._subclasses import FakeTensorMode
+
+from fp8_compile import Config
+from fp8_compile.backend import compile_graph
+from fp8_compile.explain import NO_CACHE, run_uncompiled
+
+TOKENS, WIDTH, HIDDEN = 4096, 2048, 8192
+
+
+class SwiGLU(nn.Module):
+    """RMSNorm, SwiGLU, residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH)
+        self.gate, self.up = nn.Linear(WIDTH, HIDDEN, bias=False), nn.Linear(WIDTH, HIDDEN, bias=False)
+        self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        return x + self.down(nn.functional.silu(self.gate(y)) * self.up(y))
+
+
+class GELU(nn.Module):
+    """LayerNorm, GELU MLP with biases, residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class ReLU(nn.Module):
+    """ReLU MLP, no norm: only the matmuls' inputs are saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN, bias=False), nn.Linear(HIDDEN, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(nn.functional.relu(self.up(x)))
+
+
+def saved_bytes(block: type[nn.Module], config: Config | None) -> int:
+    """What one training forward of the block in bf16 keeps for its backward; ``config`` None: plain Inductor."""
+    torch._dynamo.reset()
+    sizes: list[int] = []
+
+    def inner_compile(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
+        if kwargs.get("is_backward"):
+            sizes.append(sum(_bytes(node) for node in gm.graph.find_nodes(op="placeholder")))
+        return run_uncompiled(gm, inputs)
+
+    def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        if config is None:
+            return compile_fx(gm, list(inputs), inner_compile=inner_compile, config_patches=NO_CACHE)
+        return compile_graph(gm, inputs, config.replace(inductor=NO_CACHE), inner_compile=inner_compile)[0]
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x = torch.empty(TOKENS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            torch.compile(block(), backend=backend)(x).sum().backward()
+        finally:
+            torch.set_default_dtype(torch.float32)
+    (size,) = sizes
+    return size
+
+
+def _bytes(node: fx.Node) -> int:
+    """Bytes of one input of the backward graph; neither gradients nor parameters (they are there anyway)."""
+    tensor = node.meta["val"]
+    is_parameter = node.name.startswith("primals") and tensor.shape[0] != TOKENS
+    if node.name.startswith("tangents") or is_parameter:
+        return 0
+    return tensor.numel() * tensor.element_size()
+
+
+def main() -> None:
+    print(f"bytes saved for backward, {TOKENS} tokens, d={WIDTH}, h={HIDDEN}, bf16 model; x: ratio to bf16")
+    for block in (SwiGLU, GELU, ReLU):
+        base = saved_bytes(block, None)
+        print(f"{block.__name__:8} {'inductor bf16':24} {base / 1e6:8.1f} MB  1.00x")
+        for target in ("cpu", "cuda:90"):
+            for recipe in ("tensorwise", "rowwise", "blockwise"):
+                size = saved_bytes(block, Config(recipe=recipe, target=target))
+                print(f"{block.__name__:8} {f'fp8 {recipe} {target}':24} {size / 1e6:8.1f} MB  {size / base:.2f}x")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""The CPU kernels as operations of a graph.
+
+    scales(x)          -> quant_scale, dequant_scale     kernels/quantize.py, first half
+    cast(x, scale)     -> q: fp8                         second half
+    round(x, scale)    -> the same values in FP32, for a gemm in the same graph: no bytes are written and read back
+    decode(q)          -> FP32
+    scaled_product(a, b, scale_a, scale_b)  -> y         kernels/scaled_mm.py, for operands in FP8 or in FP32 with
+                                                         FP8 values; the FP32 gemm is MKL's
+
+To Inductor they are opaque: it generates code for the model alone, and compiles about as fast as without us.
+Blocks are the whole tensor, rows or columns; tiles are left to Inductor.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fp8_compile.kernels.formats import BY_DTYPE, E5M2
+from fp8_compile.kernels.quantize import AMAX_FLOOR, WHOLE, is_tiled
+from fp8_compile.kernels.scaled_mm import epilogue
+
+from .library import library
+
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_AXES = {(True, True): 0, (False, True): 1, (True, False): 2}  # by (block[0] == WHOLE, block[1] == WHOLE)
+
+
+def scales(x: Tensor, dtype: torch.dtype, block: list[int]) -> tuple[Tensor, Tensor]:
+    x = x.contiguous()
+    amax = x.new_empty(_scale_shape(x, block), dtype=torch.float32)
+    rows, cols = x.shape
+    library().fp8_amax(x.data_ptr(), _DTYPES[x.dtype], rows, cols, _axis(block), amax.data_ptr(), _threads())
+    amax.clamp_(min=AMAX_FLOOR)
+    quant_scale = amax.reciprocal().mul_(BY_DTYPE[dtype].max)
+    return quant_scale, quant_scale.reciprocal().add_(amax.mul_(0.0))
+
+
+def cast(x: Tensor, quant_scale: Tensor, dtype: torch.dtype, block: list[int]) -> Tensor:
+    return _quantize(x, quant_scale, dtype, block, torch.empty(x.shape, dtype=dtype))
+
+
+def round(x: Tensor, quant_scale: Tensor, dtype: torch.dtype, block: list[int]) -> Tensor:
+    return _quantize(x, quant_scale, dtype, block, torch.empty(x.shape, dtype=torch.float32))
+
+
+def decode(q: Tensor) -> Tensor:
+    q = q.contiguous()
+    out = torch.empty(q.shape, dtype=torch.float32)
+    library().fp8_decode(q.data_ptr(), q.dtype == E5M2.dtype, q.numel(), out.data_ptr(), _threads())
+    return out
+
+
+def scaled_product(
+    left: Tensor, right: Tensor, scale_left: Tensor, scale_right: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    a, b = (side if side.dtype == torch.float32 else side.to(torch.float32) for side in (left, right))
+    if scale_left.numel() == scale_right.numel() == 1 and out_dtype == torch.float32:
+        # One scale for all: the gemm multiplies by it, and adds the bias, at no cost.
+        start = bias if bias is not None else a.new_empty(b.shape[1])
+        return torch.addmm(start, a, b, beta=int(bias is not None), alpha=float(scale_left * scale_right))
+    return epilogue(a @ b, scale_left, scale_right, bias, out_dtype)
+
+
+def _quantize(x: Tensor, quant_scale: Tensor, dtype: torch.dtype, block: list[int], out: Tensor) -> Tensor:
+    x, quant_scale = x.contiguous(), quant_scale.contiguous()
+    library().fp8_quantize(
+        x.data_ptr(),
+        _DTYPES[x.dtype],
+        *x.shape,
+        _axis(block),
+        quant_scale.data_ptr(),
+        dtype == E5M2.dtype,
+        out.dtype == torch.float32,
+        out.data_ptr(),
+        _threads(),
+    )
+    return out
+
+
+def _axis(block: list[int]) -> int:
+    assert not is_tiled(block), block
+    return _AXES[block[0] == WHOLE, block[1] == WHOLE]
+
+
+def _scale_shape(x: Tensor, block: list[int]) -> list[int]:
+    return [1 if extent == WHOLE else size for size, extent in zip(x.shape, block)]
+
+
+def _threads() -> int:
+    return torch.get_num_threads()
+
+
+_library = torch.library.Library("fp8_compile", "FRAGMENT")
+
+
+def _define(schema: str, function, fake):  # type: ignore[no-untyped-def]
+    name = schema.partition("(")[0]
+    _library.define(schema)
+    _library.impl(name, function, "CPU")
+    torch.library.register_fake(f"fp8_compile::{name}", fake, lib=_library)
+    return getattr(torch.ops.fp8_compile, name).default
+
+
+def _fake_scales(x: Tensor, dtype: torch.dtype, block: list[int]) -> tuple[Tensor, Tensor]:
+    shape = _scale_shape(x, block)
+    return x.new_empty(shape, dtype=torch.float32), x.new_empty(shape, dtype=torch.float32)
+
+
+scales_op = _define(
+    "scales(Tensor x, ScalarType dtype, int[2] block) -> (Tensor quant_scale, Tensor dequant_scale)", scales, _fake_scales
+)
+cast_op = _define(
+    "cast(Tensor x, Tensor quant_scale, ScalarType dtype, int[2] block) -> Tensor",
+    cast,
+    lambda x, quant_scale, dtype, block: x.new_empty(x.shape, dtype=dtype),
+)
+round_op = _define(
+    "round(Tensor x, Tensor quant_scale, ScalarType dtype, int[2] block) -> Tensor",
+    round,
+    lambda x, quant_scale, dtype, block: x.new_empty(x.shape, dtype=torch.float32),
+)
+decode_op = _define("decode(Tensor q) -> Tensor", decode, lambda q: q.new_empty(q.shape, dtype=torch.float32))
+scaled_product_op = _define(
+    "scaled_product(Tensor left, Tensor right, Tensor scale_left, Tensor scale_right, Tensor? bias,"
+    " ScalarType out_dtype) -> Tensor",
+    scaled_product,
+    lambda left, right, scale_left, scale_right, bias, out_dtype: left.new_empty(
+        (left.shape[0], right.shape[1]), dtype=out_dtype
+    ),
+)

@@ -1,0 +1,171 @@
+"""Models as Hugging Face writes them: small, with random weights; they train, and every gemm is in the report."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
+from uncompiled import UncompiledBackend
+
+from fp8_compile import Config, Report, explain
+
+VOCABULARY, D, LAYERS = 64, 32, 2
+THREE = ("output", "grad_input", "grad_weight")
+IDS = torch.randint(0, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(0))
+ATTENTION = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32}
+TOKENS = {"bos_token_id": 1, "eos_token_id": 2}
+
+
+def llama(**options: Any) -> LlamaForCausalLM:
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": D, "intermediate_size": 64, "num_hidden_layers": LAYERS}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **ATTENTION, **options))
+
+
+def gpt2() -> GPT2LMHeadModel:
+    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    sizes = {"vocab_size": VOCABULARY, "n_embd": D, "n_layer": LAYERS, "n_head": 2, "n_positions": 32}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **no_dropout, **TOKENS))
+
+
+def bert() -> BertModel:
+    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": D, "num_hidden_layers": LAYERS, "intermediate_size": 64}
+    return BertModel(BertConfig(**sizes, num_attention_heads=2, **no_dropout))
+
+
+def mixtral(experts: str) -> MixtralForCausalLM:
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": D, "intermediate_size": 64, "num_hidden_layers": 1}
+    config = MixtralConfig(**sizes, **ATTENTION, num_local_experts=4, num_experts_per_tok=2)
+    config._experts_implementation = experts
+    return MixtralForCausalLM(config)
+
+
+def train(model: nn.Module, loss_of: Callable[[Any], torch.Tensor], steps: int = 3, lr: float = 5e-3) -> list[Report]:
+    """Train on one batch; the loss must fall at every step."""
+    backend = UncompiledBackend()
+    compiled, optimizer = torch.compile(model, backend=backend), torch.optim.Adam(model.parameters(), lr=lr)
+    losses = []
+    for _ in range(steps):
+        loss = loss_of(compiled)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert all(later < earlier for earlier, later in zip(losses, losses[1:])), losses
+    return backend.reports
+
+
+def counts(reports: list[Report]) -> Counter[tuple[str, str, str]]:
+    return Counter((row.module, row.gemm, row.decision) for report in reports for row in report.rows)
+
+
+def three(*modules: str, decision: str = "rewritten") -> dict[tuple[str, str, str], int]:
+    return {(module, gemm, decision): 1 for module in modules for gemm in THREE}
+
+
+def attention(*modules: str) -> dict[tuple[str, str, str], int]:
+    """The fused attention kernel: one op forward, one backward."""
+    return {(module, gemm, "skipped"): 1 for module in modules for gemm in ("output", "grad_input")}
+
+
+def next_token_loss(model: Any) -> torch.Tensor:
+    return model(IDS, labels=IDS, use_cache=False).loss
+
+
+def test_llama_trains_with_all_seven_projections_of_a_layer_rewritten_three_times() -> None:
+    reports = train(llama(), next_token_loss)
+    layers = [f"model.layers.{i}" for i in range(LAYERS)]
+    attn, mlp = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+    projections = [f"{layer}.self_attn.{name}" for layer in layers for name in attn]
+    projections += [f"{layer}.mlp.{name}" for layer in layers for name in mlp]
+    assert counts(reports) == {
+        **three(*projections),
+        **attention(*(f"{layer}.self_attn" for layer in layers)),
+        **three("lm_head", decision="skipped"),
+    }
+
+
+def test_gpt2_trains_with_its_conv1d_layers_rewritten() -> None:
+    reports = train(gpt2(), next_token_loss)
+    layers = [f"transformer.h.{i}" for i in range(LAYERS)]
+    names = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    assert counts(reports) == {
+        **three(*(f"{layer}.{name}" for layer in layers for name in names)),
+        **attention(*(f"{layer}.attn" for layer in layers)),
+        **three("lm_head", decision="skipped"),
+    }
+
+
+def test_bert_trains_with_every_dense_layer_rewritten() -> None:
+    target = torch.randn(2, D).tanh()
+    reports = train(bert(), lambda model: (model(IDS).pooler_output - target).square().mean(), lr=2e-3)
+    layers = [f"encoder.layer.{i}" for i in range(LAYERS)]
+    names = ("attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense")
+    names += ("intermediate.dense", "output.dense")
+    assert counts(reports) == {
+        **three("pooler.dense", *(f"{layer}.{name}" for layer in layers for name in names)),
+        **attention(*(f"{layer}.attention.self" for layer in layers)),
+    }
+
+
+def mixtral_expects(rows: Counter[tuple[str, str, str]]) -> None:
+    layer = "model.layers.0"
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        assert three(f"{layer}.self_attn.{name}").items() <= rows.items(), name
+    assert three(f"{layer}.mlp.gate", decision="skipped").items() <= rows.items(), "the router is 4 wide: too small"
+    assert three("lm_head", decision="skipped").items() <= rows.items()
+    assert all(module for module, _, _ in rows), "a row without a name"
+
+
+def test_mixtral_with_gathered_experts_trains_and_its_experts_are_in_the_report() -> None:
+    reports = train(mixtral("batched_mm"), next_token_loss)
+    rows = counts(reports)
+    mixtral_expects(rows)
+    experts = {gemm: n for (module, gemm, _), n in rows.items() if module == "model.layers.0.mlp.experts"}
+    assert experts == {"output": 2, "grad_input": 2, "grad_weight": 2}, "gate_up_proj and down_proj, three gemms each"
+
+
+def test_mixtral_with_gathered_experts_does_not_take_a_parameter_for_an_activation() -> None:
+    report = explain(mixtral("batched_mm"), (IDS,), {"use_cache": False})
+    reasons = {row.reason for row in report.rows if row.module == "model.layers.0.mlp.experts"}
+    assert reasons and not any("activation by activation" in reason for reason in reasons), reasons
+
+
+def test_mixtral_with_grouped_experts_trains_in_bf16_and_its_experts_are_in_the_report() -> None:
+    backend, model = UncompiledBackend(), mixtral("grouped_mm").bfloat16()
+    next_token_loss(torch.compile(model, backend=backend)).backward()
+    rows = counts(backend.reports)
+    mixtral_expects(rows)
+    experts = {gemm: n for (module, gemm, _), n in rows.items() if module == "model.layers.0.mlp.experts"}
+    assert experts == {"output": 2, "grad_input": 2, "grad_weight": 2}, "gate_up_proj and down_proj, three gemms each"
+    assert model.model.layers[0].mlp.experts.down_proj.grad.isfinite().all()
+
+
+def test_mixtral_in_fp32_says_what_became_of_its_grouped_experts() -> None:
+    """Transformers hides them in a custom op of its own: that is a matmul too."""
+    with torch.no_grad():
+        report = explain(mixtral("grouped_mm").eval(), (IDS,), {"use_cache": False})
+    experts = [row for row in report.rows if row.module == "model.layers.0.mlp.experts"]
+    assert len(experts) == 2 and not any(row.rewritten for row in experts), str(report)
+
+
+def test_a_router_is_excluded_by_a_glob_and_an_output_head_included_by_name() -> None:
+    config = Config(exclude=("*.mlp.*",), include=("*", "lm_head"))
+    report = explain(llama(), (IDS,), {"use_cache": False}, config)
+    assert {row.reason for row in report.skipped if ".mlp." in row.module} == {"excluded by '*.mlp.*'"}
+    assert not any(".mlp." in row.module for row in report.rewritten)
+    assert {row.gemm for row in report.rewritten if row.module == "lm_head"} == set(THREE)

@@ -1,0 +1,136 @@
+"""The house rules that a machine can check: who imports whom, what files are called, how long they get."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+# Folder -> the name it is installed as.
+PACKAGES = {"fp8_compile": "fp8_compile", "passes": "fp8_compile.passes", "kernels": "fp8_compile.kernels"}
+OUR_FOLDERS = (*PACKAGES, "tests", "examples", "benchmarks")
+# Folder -> what it may import of ours. Imports go fp8_compile -> passes -> kernels, never back.
+ALLOWED = {
+    "passes": ("fp8_compile.passes", "fp8_compile.kernels"),
+    "kernels": ("fp8_compile.kernels",),
+}
+MOST_LINES = 400
+
+
+def sources(*folders: str, root: Path = ROOT) -> list[Path]:
+    found = sorted(file for folder in folders for file in (root / folder).rglob("*.py"))
+    assert found, f"no Python files in {folders}"
+    return found
+
+
+def imports(file: Path, root: Path = ROOT) -> Iterator[str]:
+    """Full names of what a file imports, wherever in it; relative names are resolved. ``from a import b`` is ``a.b``."""
+    folder, *inner = file.relative_to(root).with_suffix("").parts
+    module = [*PACKAGES.get(folder, folder).split("."), *inner]
+    for node in ast.walk(ast.parse(file.read_text(), str(file))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            package = module[: len(module) - node.level] if node.level else []
+            base = ".".join([*package, *([node.module] if node.module else [])])
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def imports_back(folder: str, root: Path = ROOT) -> list[str]:
+    """Imports of a folder that go the wrong way."""
+    wrong = []
+    for file in sources(folder, root=root):
+        for name in imports(file, root):
+            ours = name.split(".")[0] in ("fp8_compile", "passes", "kernels", "tests", "examples", "benchmarks")
+            if ours and not any(name == allowed or name.startswith(f"{allowed}.") for allowed in ALLOWED[folder]):
+                wrong.append(f"{file.relative_to(root)} imports {name}")
+    return wrong
+
+
+@pytest.mark.parametrize("folder", ["passes", "kernels"])
+def test_imports_never_go_back(folder: str) -> None:
+    assert imports_back(folder) == []
+
+
+def test_the_front_door_imports_no_tests_or_examples() -> None:
+    outside = ("tests", "examples", "benchmarks", "passes", "kernels")
+    wrong = [(file.name, name) for file in sources("fp8_compile") for name in imports(file) if name.split(".")[0] in outside]
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    "folder, line, name",
+    [
+        ("kernels", "from fp8_compile.passes.emit import emit", "fp8_compile.passes.emit.emit"),
+        ("kernels", "from ..target import Target", "fp8_compile.target.Target"),
+        ("kernels", "from .. import passes", "fp8_compile.passes"),
+        ("kernels", "import fp8_compile.config", "fp8_compile.config"),
+        ("kernels", "def f():\n    from fp8_compile import passes", "fp8_compile.passes"),
+        ("passes", "from ..config import Config", "fp8_compile.config.Config"),
+        ("passes", "import fp8_compile", "fp8_compile"),
+        ("passes", "import kernels.quantize", "kernels.quantize"),
+        ("passes", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ..report import Report", "fp8_compile.report.Report"),
+    ],
+)
+def test_an_import_that_goes_back_would_be_found(tmp_path: Path, folder: str, line: str, name: str) -> None:
+    (tmp_path / folder).mkdir()
+    (tmp_path / folder / "new.py").write_text(line + "\n")
+    assert imports_back(folder, tmp_path) == [f"{folder}/new.py imports {name}"]
+
+
+def test_imports_of_a_neighbour_and_of_what_lies_below_are_allowed(tmp_path: Path) -> None:
+    (tmp_path / "passes" / "deep").mkdir(parents=True)
+    (tmp_path / "passes" / "new.py").write_text(
+        "import torch\nfrom .emit import emit\nfrom fp8_compile.kernels.formats import E4M3\nfrom fp8_compile import kernels\n"
+    )
+    (tmp_path / "passes" / "deep" / "new.py").write_text("from ..emit import emit\nfrom ...kernels import quantize\n")
+    assert imports_back("passes", tmp_path) == []
+
+
+def test_no_file_is_named_after_nothing() -> None:
+    vague = {"utils", "util", "helpers", "helper", "common", "misc"}
+    assert [str(file) for file in sources(*OUR_FOLDERS) if file.stem in vague] == []
+    assert [str(path) for folder in OUR_FOLDERS for path in (ROOT / folder).rglob("*") if path.is_dir() and path.name in vague] == []
+
+
+def test_no_file_is_too_long() -> None:
+    lengths = {str(file.relative_to(ROOT)): len(file.read_text().splitlines()) for file in sources(*OUR_FOLDERS)}
+    assert {file: length for file, length in lengths.items() if length > MOST_LINES} == {}
+
+
+def test_every_module_says_what_it_is_about() -> None:
+    silent = [str(file.relative_to(ROOT)) for file in sources(*OUR_FOLDERS) if not ast.get_docstring(ast.parse(file.read_text()))]
+    assert silent == []
+
+
+def test_every_pass_shows_the_graph_before_and_after() -> None:
+    """STYLE.md: the docstring of a pass is the graph before and after."""
+    passes = {}
+    for file in sources("passes"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef) and any(getattr(base, "id", "") == "GraphPass" for base in node.bases):
+                passes[node.name] = ast.get_docstring(node) or ""
+    assert {"RewriteMatmuls", "ShareQuantizes", "LowerQuantizes", "RelayoutBytes"} <= set(passes)
+    assert [name for name, text in passes.items() if "Before:" not in text or "After:" not in text] == []
+
+
+def test_every_source_file_is_in_a_package_that_is_installed() -> None:
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    folders = {setuptools["package-dir"].get(name, name.replace(".", "/")) for name in setuptools["packages"]}
+    assert {str(file.parent.relative_to(ROOT)) for file in sources(*PACKAGES)} == folders
+
+
+def test_nothing_installs_a_top_level_passes_or_kernels(tmp_path: Path) -> None:
+    code = "import importlib.util as u; print([u.find_spec(name) is None for name in ('passes', 'kernels', 'fp8_compile')])"
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[True, True, False]"
