@@ -41,11 +41,9 @@ def emit(
     **kwargs: Any,
 ) -> fx.Node:
     """Add ``op(*args, **kwargs)`` at the graph's insertion point, with the metadata of ``like`` and ``tags``."""
-    node = graph.call_function(op, args, kwargs)
-    node.meta = {key: like.meta[key] for key in INHERITED if key in like.meta} | dict(tags or {})
     with fake_mode(like), enable_python_dispatcher():
-        node.meta["val"] = op(*map_arg(args, value), **map_arg(kwargs, value))
-    return node
+        result = op(*map_arg(args, value), **map_arg(kwargs, value))
+    return _add(graph, op, args, kwargs, result, like, tags)
 
 
 def inline(
@@ -71,12 +69,27 @@ def inline(
     for node in traced.graph.nodes:
         if node.op == "call_function":
             new_args, new_kwargs = map_arg((node.args, node.kwargs), made.__getitem__)
-            made[node] = emit(graph, node.target, *new_args, like=like, tags=tags, **new_kwargs)
+            made[node] = _add(graph, node.target, new_args, new_kwargs, node.meta["val"], like, tags)
         elif node.op == "output":
             return map_arg(node.args[0], made.__getitem__)
         elif node.op != "placeholder":
             raise AssertionError(f"{function.__name__} left a {node.op} node {node.name} that can't be inlined")
     raise AssertionError("an fx graph ends in an output node")
+
+
+def _add(
+    graph: fx.Graph,
+    op: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    result: Any,
+    like: fx.Node,
+    tags: Mapping[str, Any] | None,
+) -> fx.Node:
+    node = graph.call_function(op, args, kwargs)
+    node.meta = {key: like.meta[key] for key in INHERITED if key in like.meta} | dict(tags or {})
+    node.meta["val"] = result
+    return node
 
 
 def getitem(graph: fx.Graph, node: fx.Node, index: int) -> fx.Node:

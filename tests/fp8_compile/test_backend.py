@@ -43,18 +43,32 @@ def run_python(source: str, folder: Path, **environment: str) -> subprocess.Comp
 # --- the real thing
 
 
-def test_backend_fp8_trains_without_importing_us_and_logs_one_line(tmp_path: Path) -> None:
-    """One real compile: entry point, options, Inductor's code, TORCH_LOGS, FP8_COMPILE_DUMP and the state dict."""
+def test_the_name_fp8_is_found_without_importing_us(tmp_path: Path) -> None:
     done = run_python(
         """
 import sys
+import torch
+from torch._dynamo import list_backends, lookup_backend
+
+assert "fp8" in list_backends()
+print("fp8_compile" in sys.modules, lookup_backend("fp8").__module__, "fp8_compile" in sys.modules)
+""",
+        tmp_path,
+        TORCH_LOGS="",  # torch would import what it is asked to log
+    )
+    assert done.stdout.split() == ["False", "fp8_compile.backend", "True"]
+
+
+def test_backend_fp8_trains_and_logs_one_line(tmp_path: Path) -> None:
+    """One real compile: entry point, options, Inductor's code, TORCH_LOGS, FP8_COMPILE_DUMP and the state dict."""
+    done = run_python(
+        """
 import torch
 from torch import nn
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(32, 48), nn.Tanh(), nn.Linear(48, 32))
 before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-assert "fp8_compile" not in sys.modules
 compiled = torch.compile(model, backend="fp8", options={"exclude": ("2",)})
 x = torch.randn(16, 32)
 y = compiled(x)

@@ -61,8 +61,7 @@ class Case:
         recipe = reference.recipe(self.recipe, fnuz=self.target == "hip:gfx942")
         if sum_in is np.float64:
             return LinearLayer(recipe)
-        # torch's _scaled_mm on the CPU, which stands for the GPU's here, multiplies the scales into each operand.
-        return LinearLayer(recipe, sum_in, self.written_in, scale_operands=self.target != "cpu")
+        return LinearLayer(recipe, sum_in, self.written_in)
 
 
 ODD, EVEN = (75, 87), (80, 96)  # for a GPU, 75 and 87 are padded to 80 and 96
@@ -91,7 +90,7 @@ def one_layer(case: Case) -> tuple[nn.Linear, torch.Tensor, torch.Tensor]:
 
 
 def fp8_exactly(case: Case, model: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> tuple[Results, Noise]:
-    """The layer with FP8 operands and FP64 sums, and the error of FP32 sums against it."""
+    """The layer with FP8 operands and FP64 sums, and the error against it of an FP32 gemm of the dequantized operands."""
     exact = reference.results(
         reference.reference_model(copy.deepcopy(model).double(), case.layer(np.float64)), x.double(), dy.double()
     )

@@ -97,7 +97,6 @@ class Quantized:
     values: np.ndarray
     dequant_scale: np.ndarray
     scale_of_element: np.ndarray
-    block: Block
 
     @property
     def dequantized(self) -> np.ndarray:
@@ -124,7 +123,7 @@ def quantize(x: np.ndarray | torch.Tensor, format: Fp8, block: Block) -> Quantiz
                 quant_scale[here] = scale = (one / amax) * largest
                 dequant_scale[i, j] = scale_of_element[here] = one / scale if np.isfinite(amax) else np.nan
         codes = format.encode(np.clip(x * quant_scale, -largest, largest))
-    return Quantized(codes, format.values[codes], dequant_scale, scale_of_element, block)
+    return Quantized(codes, format.values[codes], dequant_scale, scale_of_element)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,22 +152,19 @@ def recipe(name: str, *, fnuz: bool = False) -> Recipe:
     return dataclasses.replace(one, forward=swap[one.forward], backward=swap[one.backward]) if fnuz else one
 
 
-def gemm(a: Quantized, b: Quantized, *, sum_in: type = np.float64, scale_operands: bool = False) -> np.ndarray:
+def gemm(a: Quantized, b: Quantized, *, sum_in: type = np.float64) -> np.ndarray:
     """``a [M, K] @ b [N, K].T`` of the dequantized values.
 
     In FP64; or with ``sum_in=np.float32`` as an FP32 unit would do it, one product after the other: the error of that
-    order is on the large side of what blocked sums make. Scales go to the operands where they belong to tiles, and to
-    the sum where they belong to tensors or rows, unless ``scale_operands``.
+    order is on the large side of what blocked sums make. The operands are dequantized before the sum, as tiles need it
+    and as BLAS does with a factor of its own.
     """
     if sum_in is np.float64:
         return a.dequantized @ b.dequantized.T
-    inside = scale_operands or any(WHOLE not in side.block for side in (a, b))
-    left, right = (_fp32_operand(side, inside) for side in (a, b))
+    left, right = (side.values.astype(np.float32) * side.scale_of_element for side in (a, b))
     total = np.zeros((left.shape[0], right.shape[0]), np.float32)
     for k in range(left.shape[1]):
         total += left[:, k, None] * right[None, :, k]
-    if not inside:
-        total *= a.scale_of_element[:, :1] * b.scale_of_element[:, 0][None, :]
     return total
 
 
@@ -180,11 +176,6 @@ def worst_fp32_error(a: Quantized, b: Quantized) -> np.ndarray:
     return roundings * 2.0**-24 * (np.abs(a.dequantized) @ np.abs(b.dequantized).T) * 1.001
 
 
-def _fp32_operand(side: Quantized, with_scale: bool) -> np.ndarray:
-    values = side.values.astype(np.float32)
-    return values * side.scale_of_element if with_scale else values
-
-
 @dataclasses.dataclass(frozen=True)
 class LinearLayer:
     """The three gemms of ``y = x @ w.T`` under a recipe. x: [M, K], w: [N, K], dy: [M, N]."""
@@ -192,7 +183,6 @@ class LinearLayer:
     recipe: Recipe
     sum_in: type = np.float64
     written_in: torch.dtype | None = None  # the one dtype that the gemm can write, if the target has only one
-    scale_operands: bool = False
 
     def output(self, x: np.ndarray, w: np.ndarray) -> np.ndarray:
         one = self.recipe
@@ -207,7 +197,7 @@ class LinearLayer:
         return self._gemm(quantize(dy.T, one.backward, one.grad_output), quantize(x.T, one.forward, one.input))
 
     def _gemm(self, a: Quantized, b: Quantized) -> np.ndarray:
-        result = gemm(a, b, sum_in=self.sum_in, scale_operands=self.scale_operands)
+        result = gemm(a, b, sum_in=self.sum_in)
         return result if self.written_in is None else to_numpy(torch.from_numpy(result).to(self.written_in))
 
 

@@ -194,6 +194,15 @@ def run(graph: fx.Graph, inputs: Sequence[Any]) -> list[torch.Tensor]:
         return list(ReferenceInterpreter(graph).run(*inputs))
 
 
+def assert_same_results(graph: fx.Graph, other: fx.Graph, inputs: Sequence[Any]) -> None:
+    """Both graphs return the same: numbers bit for bit (any NaN is like any other), dtypes, sizes."""
+    for one, two in zip(run(graph, inputs), run(other, inputs), strict=True):
+        if isinstance(one, torch.Tensor):
+            torch.testing.assert_close(two, one, rtol=0, atol=0, equal_nan=True)
+        else:
+            assert one == two
+
+
 def reference_scaled_mm(
     left: torch.Tensor,
     right: torch.Tensor,
