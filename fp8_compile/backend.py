@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import Any, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Callable, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -19,7 +19,6 @@ from torch._inductor.custom_graph_pass import get_custom_graph_passes
 
 from .config import Config
 from .double_backward import reject_double_backward
-from .dump import GraphDump
 from .fast_paths import open_fast_paths
 from .module_names import ModuleNames, Selection
 from .passes.decide import Rules
@@ -28,6 +27,9 @@ from .passes.pipeline import JointPipeline, SplitPipeline
 from .report import Report
 from .report_cache import ReportCache
 from .target import Target
+
+if TYPE_CHECKING:
+    from .dump import GraphDump
 
 log = logging.getLogger("fp8_compile")
 
@@ -87,7 +89,7 @@ def compile_graph(
     selection = Selection(config.include, config.exclude)
     selection.check(names.known)
     folder = config.dump or os.environ.get("FP8_COMPILE_DUMP")
-    dump = GraphDump.create(folder) if folder else None
+    dump = _new_dump(folder) if folder else None
 
     key = repr((config.fingerprint(), str(target), names.fingerprint(gm)))
     stored = ReportCache.entry(gm, example_inputs, key)
@@ -126,6 +128,12 @@ def make_rules(config: Config, target: Target, selection: Selection) -> Rules:
         e5m2_by_e5m2=target.e5m2_by_e5m2,
         only_output=None if config.recipe == "tensorwise" else target.rowwise_output,
     )
+
+
+def _new_dump(folder: str) -> GraphDump:
+    from .dump import GraphDump  # networkx takes a quarter of a second to import
+
+    return GraphDump.create(folder)
 
 
 def _device(example_inputs: Sequence[Any]) -> torch.device:

@@ -75,6 +75,7 @@ class Config:
         """A text equal for equal configs: part of the key of Inductor's cache."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         fields["inductor"] = sorted((name, repr(value)) for name, value in self.inductor.items())
+        fields["target"] = str(self.target)  # a set in its repr would differ from process to process
         fields["dump"] = None  # where dumps go does not change the code
         return repr(sorted(fields.items(), key=lambda item: item[0]))
 

@@ -1,0 +1,129 @@
+"""What forward keeps for backward: FP8 wherever nothing else needs the tensor in high precision."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from joint_graph import Split, describe, op_name, split
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+TARGETS = pytest.mark.parametrize("target", ["cpu", "cuda:90"])
+BF16 = torch.bfloat16
+
+
+class Mlp(nn.Module):
+    """Two layers with an activation between them, on 16 tokens of width 64."""
+
+    def __init__(self, activation=torch.neg, dtype: torch.dtype = BF16) -> None:  # type: ignore[no-untyped-def]
+        super().__init__()
+        self.activation = activation
+        self.up = nn.Linear(64, 128, bias=False, dtype=dtype)
+        self.down = nn.Linear(128, 64, bias=False, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.activation(self.up(x)))
+
+
+def given(dtype: torch.dtype = BF16) -> Tensor:
+    return torch.randn(2, 8, 64, dtype=dtype, requires_grad=True)
+
+
+def saved_bytes(made: Split) -> int:
+    """Without the model's own weights and inputs, which are there anyway."""
+    kept = [node.meta["val"] for node in made.saved if not node.name.startswith("primals")]
+    return sum(tensor.numel() * tensor.element_size() for tensor in kept)
+
+
+def saved_inputs(made: Split) -> list[str]:
+    return [describe(node.meta["val"]) for node in made.saved if node.name.startswith("primals")]
+
+
+@TARGETS
+@pytest.mark.parametrize("dtype, name", [(BF16, "bf16"), (torch.float32, "f32")])
+def test_inputs_of_both_layers_are_saved_in_fp8(target: str, dtype: torch.dtype, name: str) -> None:
+    made = split(Mlp(dtype=dtype), given(dtype), target=target)
+    assert len(made.report.rewritten) == 6
+    assert sorted(made.saved_activations) == ["e4m3[16, 128]", "e4m3[16, 64]"]
+    assert saved_inputs(made) == [f"{name}[128, 64]", f"{name}[64, 128]"]  # the weights, and not x
+
+
+@TARGETS
+def test_half_of_what_full_precision_saves_is_saved(target: str) -> None:
+    fp8 = split(Mlp(), given(), target=target)
+    plain = split(Mlp(), given(), target=target, exclude=("up", "down"))
+    assert len(plain.report.rewritten) == 0
+    assert sorted(plain.saved_activations) == ["bf16[16, 128]", "bf16[16, 64]"]
+    scales = saved_bytes(fp8) - saved_bytes(plain) / 2
+    assert 0 < scales <= 100
+
+
+@TARGETS
+def test_the_mask_of_relu_is_saved_beside_the_fp8_tensor(target: str) -> None:
+    made = split(Mlp(torch.relu, torch.float32), given(torch.float32), target=target)
+    assert sorted(made.saved_activations) == ["b8[2, 8, 128]", "e4m3[16, 128]", "e4m3[16, 64]"]
+
+
+@TARGETS
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
+def test_no_upcast_and_no_transposed_copy_is_saved(target: str, recipe: str) -> None:
+    made = split(Mlp(), given(), target=target, recipe=recipe)
+    shapes = [node.meta["val"] for node in made.saved if not node.name.startswith("primals")]
+    large = [tensor for tensor in shapes if tensor.numel() >= 16 * 64]
+    assert {tensor.dtype for tensor in large} <= {torch.float8_e4m3fn, torch.bool, BF16}
+    assert all(tensor.is_contiguous() for tensor in large)
+    # Tokens come first in all of them: [16, ...] or [2, 8, ...], never [64, 16] or [128, 16].
+    assert {tensor.shape[0] for tensor in large} <= {2, 16}
+
+
+@TARGETS
+def test_what_an_activation_function_needs_itself_is_saved_once_and_not_in_fp8_too(target: str) -> None:
+    made = split(Mlp(nn.functional.gelu), given(), target=target)
+    # gelu's backward reads what went in; the FP8 copy of what came out is made again from that.
+    assert sorted(made.saved_activations) == ["bf16[16, 128]", "e4m3[16, 64]"]
+
+
+@TARGETS
+def test_an_excluded_layer_keeps_its_input_in_high_precision(target: str) -> None:
+    made = split(Mlp(), given(), target=target, exclude=("up",))
+    assert len(made.report.rewritten) == 3
+    assert sorted(made.saved_activations) == ["bf16[16, 64]", "e4m3[16, 128]"]
+
+
+@TARGETS
+def test_nothing_is_reduced_twice(target: str) -> None:
+    made = split(Mlp(), given(), target=target)
+    # Two gradients are new in backward; the scales of inputs and weights come from forward.
+    amaxes = [node for node in made.backward.nodes if op_name(node) == "amax"]
+    assert len(amaxes) == 2
+    assert {node.args[0].meta["val"].shape for node in amaxes} == {(16, 64), (16, 128)}
+
+
+@TARGETS
+def test_a_checkpointed_block_saves_its_input_alone(target: str) -> None:
+    mlp = Mlp()
+
+    def region(x: Tensor) -> Tensor:
+        return checkpoint(mlp, torch.sin(x), use_reentrant=False)
+
+    made = split(region, given(), target=target)
+    assert len(made.report.rewritten) == 6
+    assert [text for text in made.saved_activations if "128" in text] == []
+    assert saved_bytes(made) <= 2 * 16 * 64 + 100
+
+
+@TARGETS
+def test_query_key_and_value_save_one_copy_of_their_input(target: str) -> None:
+    class QueryKeyValue(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Linear(64, 128, bias=False, dtype=BF16)
+            self.q, self.k, self.v = (nn.Linear(128, 64, bias=False, dtype=BF16) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.embed(x)
+            return self.q(x) + self.k(x) + self.v(x)
+
+    made = split(QueryKeyValue(), given(), target=target)
+    assert len(made.report.rewritten) == 12
+    assert sorted(made.saved_activations) == ["e4m3[16, 128]", "e4m3[16, 64]"]
