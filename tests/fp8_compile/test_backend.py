@@ -84,7 +84,8 @@ def snr(a, b):
 
 print("output", snr(y.detach(), expected.detach()))
 print("grad", snr(grad, model[0].weight.grad))
-assert list(model.state_dict()) == list(before) and all(torch.equal(before[n], t) for n, t in model.state_dict().items())
+after = model.state_dict()
+assert list(after) == list(before) and all(torch.equal(before[name], after[name]) for name in after)
 """,
         tmp_path,
         TORCH_LOGS="+fp8_compile",
@@ -96,7 +97,7 @@ assert list(model.state_dict()) == list(before) and all(torch.equal(before[n], t
     assert len(lines) == 1, done.stderr[-2000:]
     assert "rewrote 2 of 5 matmuls (2: excluded by '2')" in lines[0]
     names = {path.name for path in (tmp_path / "dumps" / "graph_000").iterdir()}
-    assert {"report.json", "report.txt", "joint.00_before.py", "joint.01_rewrite_matmuls.diff", "joint.graphml"} <= names
+    assert {"report.json", "joint.00_before.py", "joint.01_rewrite_matmuls.diff", "joint.graphml"} <= names
     assert any(name.startswith("backward.") for name in names), names
 
 
@@ -226,7 +227,8 @@ def test_the_state_dict_does_not_change_by_compiling_and_running() -> None:
     torch.compile(model, backend=UncompiledBackend())(torch.randn(8, D)).sum().backward()
     after = model.state_dict()
     assert list(after) == list(before)
-    assert all(torch.equal(after[name], tensor) and after[name].data_ptr() == at for name, (tensor, at) in before.items())
+    for name, (tensor, address) in before.items():
+        assert torch.equal(after[name], tensor) and after[name].data_ptr() == address, name
 
 
 def test_new_weights_are_seen_without_recompiling() -> None:
@@ -262,7 +264,7 @@ def test_an_unknown_option_is_an_error_that_names_it_and_the_nearest() -> None:
 
 
 def test_options_beside_a_backend_object_contradict() -> None:
-    with pytest.raises(Exception, match=r"options \['recipe'\] and a Backend object contradict: put them in its Config"):
+    with pytest.raises(Exception, match=r"options \['recipe'\] and a Backend object contradict.*in its Config"):
         torch.compile(mlp(), backend=Backend(Config()), options={"recipe": "rowwise"})(torch.randn(8, D))
 
 

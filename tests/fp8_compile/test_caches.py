@@ -84,7 +84,7 @@ def rows(report: dict[str, Any]) -> list[tuple[str, str, str]]:
     return [(row["module"], row["gemm"], row["decision"]) for row in report["rows"]]
 
 
-def test_the_second_process_finds_the_code_and_its_report_says_so(first: dict[str, Any], second: dict[str, Any]) -> None:
+def test_the_second_process_finds_the_code_and_says_so(first: dict[str, Any], second: dict[str, Any]) -> None:
     again = second["again"]
     assert (first["cache"], again["cache"]) == ("miss", "hit")
     assert rows(again) == rows(first) and again["noise"] == first["noise"]
@@ -97,7 +97,7 @@ def test_other_exclusions_get_code_of_their_own(first: dict[str, Any], second: d
     assert excluded["noise"] < 1e-10 < 1e-4 < first["noise"], "the excluded model ran in FP8, or the first one did not"
 
 
-def test_a_model_that_differs_in_a_name_only_gets_code_of_its_own(first: dict[str, Any], second: dict[str, Any]) -> None:
+def test_a_model_with_another_name_only_gets_code_of_its_own(first: dict[str, Any], second: dict[str, Any]) -> None:
     """Called ``head``, the same layer is an output head and stays in high precision."""
     renamed = second["renamed"]
     assert renamed["cache"] == "miss" and {row[0] for row in rows(renamed)} == {"head"}
@@ -120,7 +120,8 @@ def entry(folder: Path, monkeypatch: pytest.MonkeyPatch, key: str = "key", size:
     return ReportCache.entry(torch.fx.symbolic_trace(nn.ReLU()), [torch.ones(size)], key)
 
 
-REPORT = Report((Row("a", "output", (8, 16, "s0"), "rewritten", "tensorwise", formats=("e4m3", "e4m3")),), "tensorwise", "cpu")
+ROW = Row("a", "output", (8, 16, "s0"), "rewritten", "tensorwise", formats=("e4m3", "e4m3"))
+REPORT = Report((ROW,), "tensorwise", "cpu")
 
 
 def test_a_stored_report_comes_back_marked_as_a_hit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,8 +138,11 @@ def test_what_differs_has_an_entry_of_its_own(tmp_path: Path, monkeypatch: pytes
     assert entry(tmp_path, monkeypatch, size=9).stored is None
 
 
-@pytest.mark.parametrize("damage", ["", "{", "[]", "null", '{"word": 1}', '{"word": "x", "report": {}}', '{"report": null, "word": "x"}'])
-def test_a_damaged_or_lost_report_means_compiling_again(damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+DAMAGED = ["", "{", "[]", "null", '{"word": 1}', '{"word": "x", "report": {}}', '{"report": null, "word": "x"}']
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_a_damaged_report_means_compiling_again(damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = entry(tmp_path, monkeypatch)
     made.write(REPORT)
     made.path.write_text(damage)
@@ -146,7 +150,7 @@ def test_a_damaged_or_lost_report_means_compiling_again(damage: str, tmp_path: P
     assert again.stored is None and again.key != made.key, "code whose report is lost must not be found"
 
 
-def test_a_cache_that_cannot_be_written_does_not_stop_compiling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_cannot_be_written_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = entry(tmp_path, monkeypatch)
     (tmp_path / "fp8_compile").write_text("a file where the folder should be")
     made.write(REPORT)

@@ -63,7 +63,8 @@ def test_nothing_is_changed_and_every_matmul_is_listed(kind: type[Plain]) -> Non
     model, x = kind(), torch.randn(8, D, requires_grad=True)
     before, random_state = everything(model), torch.get_rng_state()
     report = explain(model, args=(x,))
-    assert {(row.module, row.gemm) for row in report.rewritten} == {(name, gemm) for name in ("up", "down") for gemm in THREE}
+    wanted = {(name, gemm) for name in ("up", "down") for gemm in THREE}
+    assert {(row.module, row.gemm) for row in report.rewritten} == wanted
     assert report.cache == "not compiled"
     for name, tensor in model.state_dict().items():
         assert torch.equal(before[name], tensor), name

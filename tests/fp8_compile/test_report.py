@@ -11,7 +11,7 @@ from fp8_compile.passes.row import Row
 from fp8_compile.report import merge
 
 ROWS = (
-    Row("blocks.0.up", "output", (8, 48, 32), "rewritten", "tensorwise", "addmm", "blocks.0.up.weight", ("e4m3", "e4m3")),
+    Row("blocks.0.up", "output", (8, 48, 32), "rewritten", "tensorwise", "addmm", "blocks.0.up.weight", ("e4m3",) * 2),
     Row("blocks.0.gate", "output", ("s0", 4, 32), "skipped", "N=4 is below min_dim=16", "mm", "blocks.0.gate.weight"),
     Row("blocks.1.gate", "output", ("s0", 4, 32), "skipped", "N=4 is below min_dim=16", "mm", "blocks.1.gate.weight"),
     Row("", "grad_weight", (2, 48, 32, 8), "skipped", "excluded by 'x'", "bmm"),

@@ -14,7 +14,10 @@ def test_a_target_prints_as_it_was_written(name: str) -> None:
     assert Target.parse(name) == Target.parse(name), "targets of one name are equal, so configs with them are"
 
 
-@pytest.mark.parametrize("name", ["cuda", "cuda:", "cuda:h100", "CPU", "tpu", "hip:gfx90a", "hip:gfx9420", "", None, 90])
+UNKNOWN = ["cuda", "cuda:", "cuda:h100", "CPU", "tpu", "hip:gfx90a", "hip:gfx9420", "", None, 90]
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
 def test_an_unknown_target_is_an_error_that_lists_what_there_is(name: object) -> None:
     with pytest.raises(ValueError, match=r"target=.*expected 'cpu'.*'cuda:90'.*'hip:gfx942'"):
         Target.parse(name)  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
+from fp8_compile.kernels.cpu.ops import cast_op, decode_op, round_op, scales_op
 from fp8_compile.kernels.quantize import block_amax, dequantize, quantize, quantize_op, spread
 
 TENSOR, ROW, COLUMN, ROW_BLOCK, COLUMN_BLOCK, TILE = (-1, -1), (1, -1), (-1, 1), (1, 128), (128, 1), (128, 128)
@@ -20,13 +21,25 @@ E4M3 = reference.E4M3
 
 
 def check(x: torch.Tensor, format: reference.Fp8, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bit-equal to the reference, the op and the function alike."""
+    """Bit-equal to the reference: the function, the op, and the CPU's C++ where it has the blocking and the format."""
     expected = reference.quantize(x, format, block)
-    for run in (quantize, quantize_op):
+    in_cpp = -1 in block and format in (reference.E4M3, reference.E5M2)
+    for run in (in_cpp_quantize, quantize, quantize_op) if in_cpp else (quantize, quantize_op):
         q, dequant_scale = run(x, format.dtype, list(block))
         assert q.dtype == format.dtype and dequant_scale.dtype == torch.float32
         np.testing.assert_array_equal(dequant_scale.numpy(), expected.dequant_scale)
         check_codes(q, expected.codes, format)
+    return q, dequant_scale
+
+
+def in_cpp_quantize(x: torch.Tensor, dtype: torch.dtype, block: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    quant_scale, dequant_scale = scales_op(x, dtype, block)
+    q = cast_op(x, quant_scale, dtype, block)
+    rounded = round_op(x, quant_scale, dtype, block)
+    for in_fp32 in (rounded, decode_op(q)):
+        assert in_fp32.dtype == torch.float32
+        assert torch.equal(in_fp32.nan_to_num(), q.float().nan_to_num()), "the values of q, without its bytes"
+        assert torch.equal(in_fp32.isnan(), q.float().isnan())
     return q, dequant_scale
 
 
@@ -139,10 +152,11 @@ def test_an_empty_matrix_gives_what_the_fake_op_promises_with_finite_scales(bloc
     x = torch.zeros(shape)
     with torch._subclasses.FakeTensorMode() as mode:
         fake_q, fake_scale = quantize_op(mode.from_tensor(x), E4M3.dtype, list(block))
-    q, dequant_scale = quantize_op(x, E4M3.dtype, list(block))
-    assert q.shape == fake_q.shape == shape
-    assert dequant_scale.shape == fake_scale.shape
-    assert dequant_scale.isfinite().all()
+    for run in (quantize_op, in_cpp_quantize) if -1 in block else (quantize_op,):
+        q, dequant_scale = run(x, E4M3.dtype, list(block))
+        assert q.shape == fake_q.shape == shape
+        assert dequant_scale.shape == fake_scale.shape
+        assert dequant_scale.isfinite().all()
 
 
 @each_block
