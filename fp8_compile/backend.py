@@ -26,6 +26,7 @@ from .passes.find_matmuls import Role
 from .passes.pipeline import JointPipeline, SplitPipeline
 from .report import Report
 from .report_cache import ReportCache
+from .shared_frames import keep_apart
 from .target import Target
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ def compile_graph(
     names = ModuleNames.of_graph(gm)
     selection = Selection(config.include, config.exclude)
     selection.check(names.known)
+    keep_apart(selection)
     folder = config.dump or os.environ.get("FP8_COMPILE_DUMP")
     dump = _new_dump(folder) if folder else None
 

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
+import operator
+import os
 from typing import Any, Mapping
+
+from torch._inductor import config as inductor_config
 
 from .target import Target
 
@@ -58,17 +63,14 @@ class Config:
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any] | None) -> Config:
-        """The config for ``torch.compile``'s ``options``; an unknown name is an error that offers the nearest."""
-        options = dict(options or {})
-        known = [field.name for field in dataclasses.fields(cls)]
-        unknown = [name for name in options if name not in known]
-        if unknown:
-            hints = [f"{name!r}{_nearest(name, known)}" for name in unknown]
-            raise ValueError(f"unknown fp8 option {', '.join(hints)}; expected some of: {', '.join(known)}")
-        return cls(**options)
+        """The config for ``torch.compile``'s ``options``."""
+        _check_known(options or {})
+        return cls(**(options or {}))
 
     def replace(self, **changes: Any) -> Config:
-        """A copy with some fields changed, checked again."""
+        """A copy with some fields changed, checked again; a backward format that the recipe chose is chosen anew."""
+        if self.backward_format == BACKWARD_FORMATS[self.recipe]:
+            changes.setdefault("backward_format", None)
         return dataclasses.replace(self, **changes)
 
     def fingerprint(self) -> str:
@@ -91,9 +93,12 @@ class Config:
                 raise ValueError(f"{name} expects glob patterns on module names such as ('lm_head',), got {value!r}")
             put(name, tuple(value))
         if self.dump is not None:
+            if not isinstance(self.dump, (str, os.PathLike)):
+                raise ValueError(f"dump expects a folder, got {self.dump!r}")
             put("dump", str(self.dump))
         if not isinstance(self.inductor, Mapping):
             raise ValueError(f"inductor expects a dict of Inductor config overrides, got {self.inductor!r}")
+        _check_inductor(self.inductor)
         put("inductor", dict(self.inductor))
         if self.target is not None and not isinstance(self.target, Target):
             put("target", Target.parse(self.target))
@@ -157,6 +162,37 @@ class Config:
                 f"{', '.join(planned)} is not in this version of fp8_compile yet; "
                 f"expected a recipe of {', '.join(RECIPES)} with the other options at their defaults"
             )
+
+
+def _checked_init(init: Any) -> Any:
+    """Unknown fields are a ValueError that offers the nearest name; a dataclass would raise a TypeError."""
+
+    @functools.wraps(init)
+    def checked(self: Config, *args: Any, **kwargs: Any) -> None:
+        _check_known(kwargs)
+        init(self, *args, **kwargs)
+
+    return checked
+
+
+Config.__init__ = _checked_init(Config.__init__)  # type: ignore[method-assign]
+
+
+def _check_known(options: Mapping[str, Any]) -> None:
+    known = [field.name for field in dataclasses.fields(Config)]
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        hints = [f"{name!r}{_nearest(str(name), known)}" for name in unknown]
+        raise ValueError(f"unknown fp8 option {', '.join(hints)}; expected some of: {', '.join(known)}")
+
+
+def _check_inductor(overrides: Mapping[str, Any]) -> None:
+    for name in overrides:
+        try:
+            operator.attrgetter(str(name).replace("-", "_"))(inductor_config)
+        except AttributeError:
+            hint = _nearest(str(name), inductor_config.get_config_copy())
+            raise ValueError(f"inductor has no option {name!r}{hint}; see torch._inductor.config") from None
 
 
 def _default(name: str) -> Any:

@@ -32,8 +32,8 @@ def explain(
     """The report for ``model(*args, **kwargs)``: one row a matmul of forward and backward. ``str()`` is a table.
 
     The model runs on fake tensors: no number is computed, nothing is changed. Only where its Python code looks at
-    values (``if x.max() > 0``, data-dependent routing) does it run forward once for real, with its buffers and
-    the random state put back afterwards.
+    values (``if x.max() > 0``, data-dependent routing) does a copy that shares its parameters run forward once for
+    real, with the random state put back afterwards.
     """
     module = getattr(model, "_orig_mod", model)
     if not callable(module):
@@ -58,15 +58,10 @@ def _trace_on_fakes(module: Any, args: Sequence[Any], kwargs: dict[str, Any], co
 
 
 def _trace_for_real(module: Any, args: Sequence[Any], kwargs: dict[str, Any], config: Config) -> list[Report]:
-    buffers = list(module.buffers()) if isinstance(module, nn.Module) else []
-    saved = [buffer.detach().clone() for buffer in buffers]
-    try:
-        with torch.random.fork_rng():
-            return _trace(module, args, kwargs, config)
-    finally:
-        with torch.no_grad():
-            for buffer, value in zip(buffers, saved):
-                buffer.copy_(value)
+    shared = {id(p): p for p in module.parameters()} if isinstance(module, nn.Module) else {}
+    twin, args, kwargs = copy.deepcopy((module, args, kwargs), shared)
+    with torch.random.fork_rng():
+        return _trace(twin, args, kwargs, config)
 
 
 def _trace(module: Any, args: Sequence[Any], kwargs: dict[str, Any], config: Config) -> list[Report]:

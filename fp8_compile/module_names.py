@@ -18,59 +18,64 @@ import torch
 from torch import fx, nn
 from torch._dynamo.eval_frame import OptimizedModule
 
-# Output heads lose most by 8 bits and gain least: one layer in many. By last component, where the name says it.
+# Output heads lose most by 8 bits and gain least: one layer in many. By the last component that is a name.
 OUTPUT_HEADS = ("lm_head", "embed_out", "output_head", "head")
 
 
 @dataclasses.dataclass(frozen=True)
 class InputName:
-    """One placeholder of the Dynamo graph: a parameter or buffer with its dotted name, or something else."""
+    """One placeholder of the Dynamo graph: a parameter or buffer with its dotted names, or something else."""
 
-    name: str | None = None
+    names: tuple[str, ...] = ()  # several where it is tied
     kind: str = "input"  # "parameter", "buffer" or "input"
 
 
 class ModuleNames:
     """Names of the modules and inputs of one graph."""
 
-    def __init__(self, modules: dict[int, str], inputs: Sequence[InputName], known: Iterable[str]) -> None:
-        self._modules, self._inputs = modules, list(inputs)
+    def __init__(
+        self, modules: dict[int, str], inputs: Sequence[InputName], known: Iterable[str], frame: str = ""
+    ) -> None:
+        self._modules, self._inputs, self._frame = modules, list(inputs), frame
         self.known = sorted(set(known))  # every dotted name a pattern may match
 
     @classmethod
     def of_graph(cls, gm: fx.GraphModule) -> ModuleNames:
         """Names for a graph that Dynamo hands over, while it is compiling."""
-        roots = _roots()
-        modules, tensors, known = {}, {}, []
-        for prefix, root in roots:
+        modules: dict[int, str] = {}
+        tensors: dict[int, InputName] = {}
+        known: list[str] = []
+        for prefix, root in _roots():
             for name, module in root.named_modules(remove_duplicate=False):
                 modules.setdefault(id(module), _join(prefix, name))
                 known.append(_join(prefix, name))
             for kind, named in (("parameter", root.named_parameters), ("buffer", root.named_buffers)):
                 for name, tensor in named(remove_duplicate=False):
-                    tensors.setdefault(id(tensor), InputName(_join(prefix, name), kind))
+                    before = tensors.get(id(tensor), InputName())
+                    tensors[id(tensor)] = InputName((*before.names, _join(prefix, name)), kind)
                     known.append(_join(prefix, name))
         inputs = [_input_name(node, tensors) for node in gm.graph.find_nodes(op="placeholder")]
-        known += [name.name for name in inputs if name.name]
-        names = cls(modules, inputs, (name for name in known if name))
-        names.known = sorted({*names.known, *filter(None, map(names.module_of, gm.graph.nodes))})
+        frame = modules.get(id(frame_module()[1]), "")
+        names = cls(modules, inputs, known, frame)
+        in_graph = (names.module_of(node) for node in gm.graph.nodes)
+        names.known = sorted({*names.known, *in_graph, *(name for item in inputs for name in item.names)} - {""})
         return names
 
-    def module_of(self, node: fx.Node) -> str | None:
+    def module_of(self, node: fx.Node) -> str:
         """Dotted name of the module that a node, forward or backward, was written in."""
         stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
         if not stack:
-            return None
+            return self._frame
         key, (path, _) = list(stack.items())[-1]
         identity = str(key).partition("@")[0]  # "<id>@1": the second call of one module
         if identity.isdigit() and int(identity) in self._modules:
             return self._modules[int(identity)]
-        return normalise(path)
+        return _join(self._frame, normalise(path))
 
-    def parameter_of(self, placeholder: fx.Node) -> str | None:
-        """Dotted name of the parameter that a placeholder of the joint graph stands for, if it does."""
+    def parameters_of(self, placeholder: fx.Node) -> tuple[str, ...]:
+        """Dotted names of the parameter that a placeholder of the joint graph stands for, if it does."""
         found = self._input(placeholder)
-        return found.name if found.kind == "parameter" else None
+        return found.names if found.kind == "parameter" else ()
 
     def is_buffer(self, placeholder: fx.Node) -> bool:
         return self._input(placeholder).kind == "buffer"
@@ -84,7 +89,7 @@ class ModuleNames:
         while (inner := getattr(desc, "base", None) or getattr(desc, "base_of", None)) is not None:
             desc = inner
         if (target := getattr(desc, "target", None)) is not None:
-            return InputName(target, "parameter" if desc.is_param() else "buffer")
+            return InputName((target,), "parameter" if desc.is_param() else "buffer")
         index = getattr(desc, "idx", None)
         if index is None or type(desc).__name__ != "PlainAOTInput" or index >= len(self._inputs):
             return InputName()
@@ -108,16 +113,16 @@ class Selection:
                         f"nearest names: {', '.join(_nearest(pattern, known)) or 'the model has no named modules'}"
                     )
 
-    def reason_against(self, module: str, weight: str) -> str | None:
+    def reason_against(self, module: str, weights: Sequence[str] = ()) -> str | None:
         """Why a layer is left alone, or None."""
-        names = {*_with_ancestors(module), *_with_ancestors(weight)}
+        names = {name for start in (module, *weights) for name in _with_ancestors(start)}
         for pattern in self.exclude:
             if fnmatch.filter(names, pattern):
                 return f"excluded by {pattern!r}"
         asked_for = [pattern for pattern in self.include if pattern == "*" or fnmatch.filter(names, pattern)]
         if not asked_for:
             return "not in include"
-        if module.rpartition(".")[2] in OUTPUT_HEADS and asked_for == ["*"]:
+        if _own_name(module) in OUTPUT_HEADS and asked_for == ["*"]:
             return "excluded: output head (name it in include to rewrite it)"
         return None
 
@@ -187,8 +192,24 @@ def _input_name(node: fx.Node, tensors: dict[int, InputName]) -> InputName:
     if id(real) in tensors:
         return tensors[id(real)]
     if isinstance(real, nn.Parameter):
-        return InputName(normalise(source.name), "parameter")
+        return InputName((normalise(source.name),), "parameter")
     return InputName()
+
+
+def frame_module() -> tuple[str, nn.Module | None]:
+    """The module whose ``forward`` Dynamo is compiling, after a graph break not always the compiled one; and the
+    name of the variable that holds it."""
+    tx = _translator()
+    if tx is None or not tx.f_code.co_argcount:
+        return "", None
+    variable = tx.f_code.co_varnames[0]
+    owner = tx.f_locals.get(variable)
+    return variable, owner if isinstance(owner, nn.Module) else None
+
+
+def _own_name(module: str) -> str:
+    """The last component that is a name: ``head`` of ``head.0``."""
+    return next((part for part in reversed(module.split(".")) if not part.isdigit()), "")
 
 
 def _join(prefix: str, name: str) -> str:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from typing import Sequence
 
 import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from .formats import format_of
 
@@ -57,6 +58,9 @@ def block_amax(x: torch.Tensor, block: Block) -> torch.Tensor:
     magnitude = x.abs()
     if not is_tiled(block):
         dims = [dim for dim in (0, 1) if block[dim] == WHOLE]
+        if any(not statically_known_true(x.shape[dim] > 0) for dim in dims):
+            # Perhaps empty: a zero more along the reduced dimensions changes no maximum, and there always is one.
+            magnitude = torch.nn.functional.pad(magnitude, (0, int(1 in dims), 0, int(0 in dims)))
         return magnitude.amax(dims, keepdim=True).to(torch.float32)
     block_rows, block_cols = block
     padded = torch.nn.functional.pad(magnitude, (0, -cols % block_cols, 0, -rows % block_rows))

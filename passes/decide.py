@@ -36,7 +36,7 @@ class Rules:
     target: str
     forward: Format
     backward: Format
-    excluded: Callable[[str, str], str | None]  # (module, weight) -> reason
+    excluded: Callable[[str, tuple[str, ...]], str | None]  # (module, its parameters) -> reason
     min_dim: int = 16
     unquantized: frozenset[Role] = frozenset()
     recipe_supported: bool = True
@@ -82,22 +82,23 @@ def decide(site: Matmul, rules: Rules) -> Rewrite | Skip:
 
 
 def _name_reason(site: Matmul, rules: Rules) -> str | None:
-    return rules.excluded(site.module, site.weight)
+    return rules.excluded(site.module, site.weights)
 
 
 def _operand_reason(site: Matmul, rules: Rules) -> str | None:
-    """Eligible: a product with a parameter, or a plain product with a tensor that came in from outside."""
+    """Eligible: a product with a parameter, or a 2-D product with a tensor that came in from outside."""
     forward = site.forward or site
     if site.gemm != "output" and site.forward is None:
         operands = [operand for operand in (site.left, site.right) if operand.role is not Role.GRAD_OUTPUT]
     else:
         operands = [forward.left, forward.right]
-    if any(operand.origin == Origin.PARAMETER for operand in operands):
+    if any(operand.origin.is_weight for operand in operands):
         return None
+    if any(operand.gathered for operand in operands):
+        return "gathered weights: as many products as tokens"
     if any(operand.origin in (Origin.BUFFER, Origin.CONSTANT) for operand in operands):
         return "product with a buffer or a constant, not with a parameter"
-    came_in = any(operand.root.op == "placeholder" for operand in operands)
-    if came_in and (not forward.batched or statically_known_true(forward.shape[0] == 1)):
+    if not forward.batched and any(operand.root.op == "placeholder" for operand in operands):
         return None
     return "activation by activation stays in high precision"
 
@@ -158,17 +159,18 @@ def _with_padding(site: Matmul, left: OperandPlan, right: OperandPlan, rules: Ru
     *_, n, k = site.shape
     tiled = rules.recipe == "blockwise" and rules.alignment > 1
     wanted = {"N": (n, rules.alignment), "K": (k, TILE if tiled else rules.alignment)}
-    align, padded, work = {"N": 1, "K": 1}, [], 1.0
+    align, padded, growth = {"N": 1, "K": 1}, {}, {"N": 1.0, "K": 1.0}
     for dim, (size, multiple) in wanted.items():
         if statically_known_true(size % multiple == 0):
             continue
-        align[dim] = multiple
-        padded.append(f"{dim}={size} padded to a multiple of {multiple}")
+        align[dim], padded[dim] = multiple, f"{dim}={size} padded to a multiple of {multiple}"
         if isinstance(size, int) and token_dim(site) != dim:
-            work *= (size + -size % multiple) / size
-    if work > MOST_PADDING:
-        return Skip(f"{padded[0].replace('padded to', 'is not')}, and padding would make it {work:.1f}x the work")
-    return Rewrite(left, right, align["N"], align["K"], ", ".join([rules.recipe, *padded]))
+            growth[dim] = (size + -size % multiple) / size
+    if (work := growth["N"] * growth["K"]) > MOST_PADDING:
+        worst = max(growth, key=growth.__getitem__)
+        size, multiple = wanted[worst]
+        return Skip(f"{worst}={size} is not a multiple of {multiple}, and padding would make it {work:.1f}x the work")
+    return Rewrite(left, right, align["N"], align["K"], ", ".join([rules.recipe, *padded.values()]))
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

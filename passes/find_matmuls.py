@@ -34,6 +34,11 @@ class Origin(enum.IntFlag):
     INPUT = 4
     GRADIENT = 8
 
+    @property
+    def is_weight(self) -> bool:
+        """Computed from parameters, perhaps with buffers (a mask, a norm), and from nothing that flows."""
+        return bool(self & Origin.PARAMETER) and not self & (Origin.INPUT | Origin.GRADIENT)
+
 
 class Role(str, enum.Enum):
     INPUT = "input"
@@ -44,9 +49,9 @@ class Role(str, enum.Enum):
 class Names(Protocol):
     """What the pass asks about names; ``fp8_compile.module_names`` knows them."""
 
-    def module_of(self, node: fx.Node) -> str | None: ...
+    def module_of(self, node: fx.Node) -> str: ...
 
-    def parameter_of(self, placeholder: fx.Node) -> str | None: ...
+    def parameters_of(self, placeholder: fx.Node) -> tuple[str, ...]: ...
 
     def is_buffer(self, placeholder: fx.Node) -> bool: ...
 
@@ -59,6 +64,7 @@ class Operand:
     role: Role
     origin: Origin
     root: fx.Node  # the node that its views and casts start from
+    gathered: bool = False  # slices of a parameter, chosen by data
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +80,7 @@ class Matmul:
     added: fx.Node | None = None
     alpha: float = 1.0
     beta: float = 1.0
-    weight: str = ""  # dotted name of the parameter
+    weights: tuple[str, ...] = ()  # dotted names of the parameters that the weight is made of, tied names too
     forward: Matmul | None = None  # of a backward matmul: the matmul it belongs to
 
     @property
@@ -111,19 +117,16 @@ MATMUL_OPS: dict[Callable[..., object], tuple[int, int, int | None]] = {
     aten.addmm.default: (1, 2, 0),
     aten.baddbmm.default: (1, 2, 0),
 }
+RAGGED_GROUPS = "ragged groups: the sizes of the groups are known only when it runs"
 FUSED_ATTENTION = "attention kernel: activation by activation stays in high precision"
 OTHER_OPS: dict[str, str] = {
-    "mv": "matrix by vector: one column is too small to gain",
-    "addmv": "matrix by vector: one column is too small to gain",
-    "dot": "vector by vector: too small to gain",
-    "vdot": "vector by vector: too small to gain",
-    "_grouped_mm": "ragged groups: the sizes of the groups are known only when it runs",
     "_scaled_mm": "the model's own FP8 matmul",
     "_scaled_grouped_mm": "the model's own FP8 matmul",
     "_int_mm": "integer matmul",
     "_native_multi_head_attention": "opaque attention op",
     "_transformer_encoder_layer_fwd": "opaque transformer op",
 }
+GATHERS = {aten.index.Tensor, aten.index_select.default, aten.gather.default}
 # Ops that move or reinterpret elements without mixing them: an operand is followed through these to its root.
 LOOK_THROUGH = {
     aten.view.default,
@@ -145,21 +148,20 @@ LOOK_THROUGH = {
 
 def find_matmuls(graph: fx.Graph, names: Names) -> list[Matmul | OtherMatmul]:
     """All matmuls in graph order, forward before backward."""
-    origins = _origins(graph, names)
+    values = _trace_origins(graph, names)
     found: list[Matmul | OtherMatmul] = []
     forward_by_seq: dict[int, list[Matmul]] = {}
     for node in graph.nodes:
         if node.op != "call_function":
             continue
-        module = names.module_of(node) or ""
+        module = names.module_of(node)
         if node.target in MATMUL_OPS:
-            site = _matmul(node, module, origins, forward_by_seq, names)
+            site = _matmul(node, module, values, forward_by_seq)
             if not is_backward(node) and "seq_nr" in node.meta:
                 forward_by_seq.setdefault(node.meta["seq_nr"], []).append(site)
             found.append(site)
         elif (reason := _other_reason(node)) is not None:
-            gemm: Gemm = "grad_input" if is_backward(node) else "output"
-            found.append(OtherMatmul(node, _op_name(node), module, gemm, reason, _result_shape(node)))
+            found.append(OtherMatmul(node, _op_name(node), module, _other_gemm(node), reason, _other_shape(node)))
     return found
 
 
@@ -174,20 +176,29 @@ def root_of(node: fx.Node) -> fx.Node:
     return node
 
 
-def _origins(graph: fx.Graph, names: Names) -> dict[fx.Node, Origin]:
-    origins: dict[fx.Node, Origin] = {}
+@dataclasses.dataclass(frozen=True)
+class _Value:
+    origin: Origin
+    weights: tuple[str, ...] = ()  # parameters that it is made of, while it is made of nothing that flows
+
+
+def _trace_origins(graph: fx.Graph, names: Names) -> dict[fx.Node, _Value]:
+    values: dict[fx.Node, _Value] = {}
     for node in graph.nodes:
         if node.op == "placeholder":
-            origins[node] = _placeholder_origin(node, names)
+            values[node] = _Value(_placeholder_origin(node, names), names.parameters_of(node))
         elif node.op != "output":
-            origins[node] = functools.reduce(operator.or_, (origins[arg] for arg in node.all_input_nodes), Origin.CONSTANT)
-    return origins
+            inputs = [values[arg] for arg in node.all_input_nodes]
+            origin = functools.reduce(operator.or_, (item.origin for item in inputs), Origin.CONSTANT)
+            weights = dict.fromkeys(name for item in inputs for name in item.weights) if origin.is_weight else ()
+            values[node] = _Value(origin, tuple(weights))
+    return values
 
 
 def _placeholder_origin(node: fx.Node, names: Names) -> Origin:
     if isinstance(node.meta.get("desc"), TangentAOTInput) or node.name.startswith("tangents"):
         return Origin.GRADIENT
-    if names.parameter_of(node) is not None:
+    if names.parameters_of(node):
         return Origin.PARAMETER
     if not isinstance(node.meta.get("val"), torch.Tensor):
         return Origin.CONSTANT  # a symbolic size says nothing about where data comes from
@@ -195,42 +206,50 @@ def _placeholder_origin(node: fx.Node, names: Names) -> Origin:
 
 
 def _matmul(
-    node: fx.Node,
-    module: str,
-    origins: dict[fx.Node, Origin],
-    forward_by_seq: dict[int, list[Matmul]],
-    names: Names,
+    node: fx.Node, module: str, values: dict[fx.Node, _Value], forward_by_seq: dict[int, list[Matmul]]
 ) -> Matmul:
-    at_left, at_right, at_added = MATMUL_OPS[node.target]  # type: ignore[index]
-    left, right = node.args[at_left], node.args[at_right]
-    assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
+    left, right, added = operands_of(node)
     forward = None
     if is_backward(node):
         forward = _forward_of(node, left, right, forward_by_seq)
-        gemm, roles = _backward_roles(left, right, forward, origins)
+        gemm, roles = _backward_roles(left, right, forward, values)
     else:
-        gemm, roles = "output", _forward_roles(left, right, origins)
-    operands = [Operand(n, role, origins[n], root_of(n)) for n, role in zip((left, right), roles)]
-    site = Matmul(
+        gemm, roles = "output", _forward_roles(left, right, values)
+    sides = [
+        Operand(side, role, values[side].origin, root_of(side), _is_gathered(side, values))
+        for side, role in zip((left, right), roles)
+    ]
+    weights = next((values[side.node].weights for side in sides if side.role is Role.WEIGHT), ())
+    return Matmul(
         node,
         _op_name(node),
         module or (forward.module if forward else ""),
         gemm,
-        operands[0],
-        operands[1],
-        added=None if at_added is None else node.args[at_added],  # type: ignore[arg-type]
+        *sides,
+        added=added,
         alpha=node.kwargs.get("alpha", 1.0),  # type: ignore[arg-type]
         beta=node.kwargs.get("beta", 1.0),  # type: ignore[arg-type]
+        weights=weights or (forward.weights if forward else ()),
         forward=forward,
     )
-    return dataclasses.replace(site, weight=_weight_name(site, names))
 
 
-def _forward_roles(left: fx.Node, right: fx.Node, origins: dict[fx.Node, Origin]) -> tuple[Role, Role]:
+def operands_of(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:
+    """Left, right and added operand of a matmul, as they are now: an edit may have replaced them."""
+    at_left, at_right, at_added = MATMUL_OPS[node.target]  # type: ignore[index]
+    added = None if at_added is None else node.args[at_added]
+    return node.args[at_left], node.args[at_right], added  # type: ignore[return-value]
+
+
+def _is_gathered(node: fx.Node, values: dict[fx.Node, _Value]) -> bool:
+    root = root_of(node)
+    return root.target in GATHERS and values[root.args[0]].origin.is_weight  # type: ignore[index]
+
+
+def _forward_roles(left: fx.Node, right: fx.Node, values: dict[fx.Node, _Value]) -> tuple[Role, Role]:
     """The parameter is the weight; of two values of one kind the right one is."""
-    if origins[left] == Origin.PARAMETER and origins[right] != Origin.PARAMETER:
-        return Role.WEIGHT, Role.INPUT
-    return Role.INPUT, Role.WEIGHT
+    left_is, right_is = (values[side].origin.is_weight or _is_gathered(side, values) for side in (left, right))
+    return (Role.WEIGHT, Role.INPUT) if left_is and not right_is else (Role.INPUT, Role.WEIGHT)
 
 
 def _forward_of(
@@ -245,40 +264,51 @@ def _forward_of(
 
 
 def _backward_roles(
-    left: fx.Node, right: fx.Node, forward: Matmul | None, origins: dict[fx.Node, Origin]
+    left: fx.Node, right: fx.Node, forward: Matmul | None, values: dict[fx.Node, _Value]
 ) -> tuple[Gemm, tuple[Role, Role]]:
-    grad_is_left = bool(origins[left] & Origin.GRADIENT) or not origins[right] & Origin.GRADIENT
+    flows = [bool(values[side].origin & Origin.GRADIENT) for side in (left, right)]
+    grad_is_left = flows[0] or not flows[1]
     other = right if grad_is_left else left
     if forward is not None:
-        saved = forward.left if root_of(other) is forward.left.root else forward.right
-        role = saved.role
+        role = (forward.left if root_of(other) is forward.left.root else forward.right).role
     else:
-        role = Role.WEIGHT if origins[other] == Origin.PARAMETER else Role.INPUT
+        role = Role.WEIGHT if values[other].origin.is_weight else Role.INPUT
     gemm: Gemm = "grad_input" if role is Role.WEIGHT else "grad_weight"
     return gemm, (Role.GRAD_OUTPUT, role) if grad_is_left else (role, Role.GRAD_OUTPUT)
 
 
-def _weight_name(site: Matmul, names: Names) -> str:
-    for operand in (site.left, site.right):
-        if operand.role is Role.WEIGHT and operand.root.op == "placeholder":
-            return names.parameter_of(operand.root) or ""
-    return site.forward.weight if site.forward else ""
-
-
 def _other_reason(node: fx.Node) -> str | None:
-    if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten":
+    if not isinstance(node.target, torch._ops.OpOverload):
         return None
     name = _op_name(node)
+    if "grouped_mm" in name and "scaled" not in name:
+        return RAGGED_GROUPS
+    if node.target.namespace != "aten":
+        return None
     if name.startswith(("_scaled_dot_product", "_flash_attention", "_efficient_attention")):
         return FUSED_ATTENTION
     return OTHER_OPS.get(name)
 
 
-def _op_name(node: fx.Node) -> str:
-    return node.target._schema.name.partition("::")[2]  # type: ignore[union-attr]
+def _other_gemm(node: fx.Node) -> Gemm:
+    if not is_backward(node):
+        return "output"
+    groups_of_weights = "grouped_mm" in _op_name(node) and len(_other_shape(node)) == 4 and value(node).dim() == 3
+    return "grad_weight" if groups_of_weights else "grad_input"
 
 
-def _result_shape(node: fx.Node) -> tuple[int | torch.SymInt, ...]:
+def _other_shape(node: fx.Node) -> tuple[int | torch.SymInt, ...]:
+    """(groups, M, N, K) of a grouped product, otherwise the shape of the result."""
     result = value(node)
     first = result[0] if isinstance(result, Sequence) else result
-    return tuple(first.shape) if isinstance(first, torch.Tensor) else ()
+    if not isinstance(first, torch.Tensor):
+        return ()
+    if "grouped_mm" not in _op_name(node):
+        return tuple(first.shape)
+    left, right = (value(arg) for arg in node.args[:2])
+    groups = next((side.shape[0] for side in (first, left, right) if side.dim() == 3), 1)
+    return (groups, left.shape[-2], right.shape[-1], left.shape[-1])
+
+
+def _op_name(node: fx.Node) -> str:
+    return node.target._schema.name.partition("::")[2]  # type: ignore[union-attr]

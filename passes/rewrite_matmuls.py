@@ -12,7 +12,7 @@ from fp8_compile.kernels.quantize import HIGH_PRECISION, WHOLE, quantize_op
 
 from .decide import OperandPlan, Rewrite, Rules, Skip, decide
 from .emit import emit, getitem, inline, value
-from .find_matmuls import Matmul, Names, OtherMatmul, find_matmuls
+from .find_matmuls import Matmul, Names, OtherMatmul, find_matmuls, operands_of
 from .graph_pass import GraphPass, PassReport
 from .relayout_bytes import emit_relayout
 from .row import REWRITTEN, SKIPPED, Row
@@ -60,7 +60,8 @@ class _Editor:
         self.graph, self.site, self.plan, self.rules = graph, site, plan, rules
         self.wanted: torch.dtype = value(site.node).dtype
         self.written: torch.dtype = rules.only_output or self.wanted
-        self.bias = site.added if self._gemm_can_add() else None
+        self.left, self.right, self.added = operands_of(site.node)
+        self.bias = self.added if self._gemm_can_add() else None
 
     def replace(self) -> None:
         site = self.site
@@ -69,13 +70,13 @@ class _Editor:
                 slices = [self._product(*self._slice(index)) for index in range(int(site.shape[0]))]
                 result = self._inline(_stack, *slices)
             else:
-                result = self._product(site.left.node, site.right.node)
+                result = self._product(self.left, self.right)
             result = self._add(result)
         site.node.replace_all_uses_with(result)
         self.graph.erase_node(site.node)
 
     def _slice(self, index: int) -> list[fx.Node]:
-        return [self._emit(aten.select.int, side.node, 0, index) for side in (self.site.left, self.site.right)]
+        return [self._emit(aten.select.int, side, 0, index) for side in (self.left, self.right)]
 
     def _product(self, left: fx.Node, right: fx.Node) -> fx.Node:
         """``[M, K] @ [K, N]`` in the dtype of the original."""
@@ -131,7 +132,7 @@ class _Editor:
 
     def _gemm_can_add(self) -> bool:
         """Whether the gemm itself can add the bias: a vector, unscaled, in a 16-bit output (any on the CPU)."""
-        site, added = self.site, self.site.added
+        site, added = self.site, self.added
         return (
             added is not None
             and value(added).dim() == 1
@@ -145,9 +146,9 @@ class _Editor:
         site = self.site
         if site.alpha != 1:
             result = self._emit(aten.mul.Tensor, result, site.alpha)
-        if site.added is None or site.beta == 0 or self.bias is not None:
+        if self.added is None or site.beta == 0 or self.bias is not None:
             return result
-        added = site.added if site.beta == 1 else self._emit(aten.mul.Tensor, site.added, site.beta)
+        added = self.added if site.beta == 1 else self._emit(aten.mul.Tensor, self.added, site.beta)
         return self._emit(aten.add.Tensor, result, added)
 
     def _emit(self, op: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
@@ -159,11 +160,11 @@ class _Editor:
 
 def _check_dtypes(sites: list[Matmul | OtherMatmul]) -> None:
     """A model in a dtype that has no way to FP8 is a mistake to report, not a list of skipped layers."""
-    layers = [site for site in sites if isinstance(site, Matmul) and site.weight]
+    layers = [site for site in sites if isinstance(site, Matmul) and site.weights]
     if layers and not any(site.dtype in HIGH_PRECISION for site in layers):
         first = layers[0]
         raise TypeError(
-            f"no layer can run in FP8: {first.module or first.weight} and all others multiply in {first.dtype}; "
+            f"no layer can run in FP8: {first.module or first.weights[0]} and all others multiply in {first.dtype}; "
             "expected float32, bfloat16 or float16. Convert the model first, e.g. model.float()"
         )
 
@@ -214,8 +215,8 @@ def _tile_scales(scale: torch.Tensor, rows_first: bool, is_left: bool) -> torch.
 def _row(site: Matmul | OtherMatmul, decision: Rewrite | Skip) -> Row:
     shape = tuple(size if isinstance(size, int) else str(size) for size in site.shape)
     if isinstance(decision, Skip):
-        weight = site.weight if isinstance(site, Matmul) else ""
+        weight = site.weights[0] if isinstance(site, Matmul) and site.weights else ""
         return Row(site.module, site.gemm, shape, SKIPPED, decision.reason, site.op, weight)
     assert isinstance(site, Matmul)
     formats = (str(decision.left.format), str(decision.right.format))
-    return Row(site.module, site.gemm, shape, REWRITTEN, decision.reason, site.op, site.weight, formats)
+    return Row(site.module, site.gemm, shape, REWRITTEN, decision.reason, site.op, next(iter(site.weights), ""), formats)

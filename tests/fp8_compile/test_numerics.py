@@ -68,11 +68,10 @@ ODD, EVEN = (75, 87), (80, 96)  # for a GPU, 75 and 87 are padded to 80 and 96
 CASES = [
     *(Case("cpu", recipe, 21, ODD) for recipe in RECIPES),
     *(Case("cpu", recipe, 133, (150, 139)) for recipe in RECIPES),  # tiles of 128, whole and ragged, in all three gemms
-    *(Case("cpu", recipe, 5, (33, 17), torch.bfloat16) for recipe in RECIPES),
-    Case("cpu", "tensorwise", 5, (33, 17), torch.float16),
+    *(Case("cpu", recipe, 5, (33, 17), torch.bfloat16) for recipe in ("tensorwise", "rowwise")),
+    Case("cpu", "blockwise", 5, (33, 17), torch.float16),
     *(Case("cuda:90", recipe, 21, shape) for recipe in ("tensorwise", "rowwise") for shape in (ODD, EVEN)),
     *(Case("cuda:90", recipe, 16, (32, 48), torch.bfloat16) for recipe in ("tensorwise", "rowwise")),
-    Case("cuda:90", "tensorwise", 5, ODD, torch.float16),
     *(Case("hip:gfx942", recipe, 21, ODD) for recipe in ("tensorwise", "rowwise")),
 ]
 
@@ -90,7 +89,7 @@ def one_layer(case: Case) -> tuple[nn.Linear, torch.Tensor, torch.Tensor]:
 
 
 def fp8_exactly(case: Case, model: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> tuple[Results, Noise]:
-    """The layer with FP8 operands and FP64 sums, and the error against it of an FP32 gemm of the dequantized operands."""
+    """The layer with FP8 operands and FP64 sums, and how far an FP32 gemm of the dequantized operands is from it."""
     exact = reference.results(
         reference.reference_model(copy.deepcopy(model).double(), case.layer(np.float64)), x.double(), dy.double()
     )
@@ -108,10 +107,9 @@ def test_three_gemms_of_a_layer_are_the_references_to_the_roundoff_of_the_sum(ca
     Noise(found, exact).check(roundoff)
 
 
-@pytest.mark.parametrize("shape", [ODD, EVEN], ids=["padded", "unpadded"])
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_graph_for_a_gpu_gives_the_cpus_numbers_up_to_summation_order_and_output_rounding(recipe, shape) -> None:
-    case = Case("cuda:90", recipe, 21, shape)
+def test_graph_for_a_gpu_gives_the_cpus_numbers_up_to_summation_order_and_output_rounding(recipe: str) -> None:
+    case = Case("cuda:90", recipe, 21, ODD)
     model, x, dy = one_layer(case)
     on_gpu = reference.results(compile_uncompiled(model, recipe, target="cuda:90")[0], x, dy)
     torch._dynamo.reset()
@@ -177,8 +175,9 @@ def test_output_and_every_gradient_are_within_twice_the_references_error(name: s
     check_against_fp64(make(), recipe, torch.randn(shape), matmuls)
 
 
-@pytest.mark.parametrize("shape", [(77,), (1, 77), (2, 3, 4, 77)], ids=["1-D", "one token", "4-D"])
-@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+@pytest.mark.parametrize(
+    "shape, recipe", [((77,), "tensorwise"), ((77,), "blockwise"), ((1, 77), "rowwise"), ((2, 3, 4, 77), "tensorwise")]
+)
 def test_inputs_of_any_rank_are_within_twice_the_references_error(shape: tuple[int, ...], recipe: str) -> None:
     check_against_fp64(gelu_mlp(77, 51), recipe, torch.randn(shape), 6)
 
@@ -290,8 +289,8 @@ placements = hypothesis.given(
 
 
 @placements
-@hypothesis.settings(max_examples=40)
-def test_inf_or_nan_under_rowwise_spoils_the_elements_it_spoils_in_fp64_and_no_others(poisoned, role, row, col, bad) -> None:
+@hypothesis.settings(max_examples=25)
+def test_inf_or_nan_under_rowwise_spoils_what_it_spoils_in_fp64_and_nothing_else(poisoned, role, row, col, bad) -> None:
     found, exact = poisoned["rowwise"].results(role, row, col, bad)
     for name in exact:
         np.testing.assert_array_equal(np.isfinite(found[name]), np.isfinite(exact[name]), err_msg=name)
@@ -299,8 +298,8 @@ def test_inf_or_nan_under_rowwise_spoils_the_elements_it_spoils_in_fp64_and_no_o
 
 
 @placements
-@hypothesis.settings(max_examples=40)
-def test_inf_or_nan_under_tensorwise_spoils_every_element_of_the_dependent_results(poisoned, role, row, col, bad) -> None:
+@hypothesis.settings(max_examples=25)
+def test_inf_or_nan_under_tensorwise_spoils_all_of_the_dependent_results(poisoned, role, row, col, bad) -> None:
     found, _ = poisoned["tensorwise"].results(role, row, col, bad)
     for name in found.keys() - {"grad of bias"}:  # a sum over rows, not a gemm
         finite = np.isfinite(found[name])
@@ -308,7 +307,7 @@ def test_inf_or_nan_under_tensorwise_spoils_every_element_of_the_dependent_resul
 
 
 @placements
-@hypothesis.settings(max_examples=40)
+@hypothesis.settings(max_examples=25)
 def test_inf_or_nan_under_blockwise_spoils_at_least_what_it_spoils_in_fp64(poisoned, role, row, col, bad) -> None:
     found, exact = poisoned["blockwise"].results(role, row, col, bad)
     for name in exact:
@@ -318,11 +317,8 @@ def test_inf_or_nan_under_blockwise_spoils_at_least_what_it_spoils_in_fp64(poiso
         assert np.isfinite(found["output"]).any(axis=1).sum() == TOKENS - 1
 
 
-@pytest.mark.parametrize("target", ["cpu", "cuda:90"])
-@each_recipe
+@pytest.mark.parametrize("recipe, target", [*((recipe, "cpu") for recipe in RECIPES), ("rowwise", "cuda:90")])
 def test_an_overflow_inside_a_model_reaches_the_gradients_that_a_loss_scaler_looks_at(recipe: str, target: str) -> None:
-    if recipe == "blockwise" and target != "cpu":
-        pytest.skip("the CPU's _scaled_mm has no block scales")
     model = gelu_mlp(32, 48)
     compiled, _ = compile_uncompiled(model, recipe, target=target)
     dy = torch.randn(7, 32)
@@ -375,7 +371,7 @@ def test_signal_to_noise_is_at_most_one_db_below_torchaos_emulated_recipe(recipe
     peer = convert_to_float8_training(copy.deepcopy(model), config=config)
     compiled, backend = compile_uncompiled(model, recipe)
     ours, theirs = [], []
-    for seed in range(4):
+    for seed in range(3):
         torch.manual_seed(seed)
         for layer in model.modules():
             if isinstance(layer, nn.Linear):

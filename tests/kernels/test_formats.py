@@ -26,7 +26,8 @@ def test_constants_are_those_of_the_table(expected: reference.Fp8) -> None:
     smallest_normal = expected.magnitudes[2**expected.mantissa_bits]
     assert 2.0**format.min_exponent == smallest_normal
     # What makes it the smallest normal number: the spacing is constant up to twice it, and doubles there.
-    assert set(spacing[expected.magnitudes[:-1] < 2 * smallest_normal]) == {smallest_normal * 2.0**-expected.mantissa_bits}
+    below_twice = expected.magnitudes[:-1] < 2 * smallest_normal
+    assert set(spacing[below_twice]) == {smallest_normal * 2.0**-expected.mantissa_bits}
     assert spacing[2 * 2**expected.mantissa_bits] == 2 * spacing[0]
 
 

@@ -166,7 +166,9 @@ def test_fake_results_are_those_of_the_op_in_shape_stride_and_dtype(block) -> No
 
 
 @pytest.mark.parametrize(
-    "x", [torch.zeros(3), torch.zeros(2, 3, 4), torch.zeros(2, 3, dtype=torch.float64), torch.zeros(2, 3, dtype=torch.int32)]
+    "x",
+    [torch.zeros(3), torch.zeros(2, 3, 4), torch.zeros(2, 3, dtype=torch.float64), torch.zeros(2, 3, dtype=torch.int32)],
+    ids=["1-D", "3-D", "float64", "int32"],
 )
 def test_another_rank_or_dtype_is_an_error_that_says_what_was_expected(x: torch.Tensor) -> None:
     with pytest.raises(TypeError, match="expects a 2-D float32, bfloat16 or float16 tensor, got"):

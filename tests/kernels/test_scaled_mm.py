@@ -51,7 +51,8 @@ class Gemm:
         rounded = reference.to_numpy(torch.from_numpy(in_fp32).to(out_dtype))
         for result in self.run(bias, out_dtype):
             assert result.dtype == out_dtype and result.shape == exact.shape
-            found, low = (reference.Noise({"result": r}, {"result": exact}) for r in (reference.to_numpy(result), rounded))
+            results = (reference.to_numpy(result), rounded)
+            found, low = (reference.Noise({"result": one}, {"result": exact}) for one in results)
             found.check(low)
 
     def check_each_element(self, bias: torch.Tensor | None, out_dtype: torch.dtype) -> None:
@@ -84,9 +85,9 @@ def test_product_is_that_of_the_dequantized_matrices(shape, recipe, generator) -
 
 
 @each_recipe
-@pytest.mark.parametrize("formats", [(E5M2, E4M3), (E4M3, E5M2), (E5M2, E5M2)], ids=lambda pair: f"{pair[0].name}-{pair[1].name}")
-def test_formats_mix(formats, recipe, generator) -> None:
-    random_gemm((19, 140, 130), recipe, generator, formats).check()
+def test_formats_mix(recipe, generator) -> None:
+    for formats in ((E5M2, E4M3), (E4M3, E5M2), (E5M2, E5M2)):
+        random_gemm((19, 140, 130), recipe, generator, formats).check()
 
 
 @each_recipe

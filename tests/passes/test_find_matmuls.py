@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,6 +16,7 @@ from fp8_compile.passes.find_matmuls import Matmul, Origin, OtherMatmul, Role, f
 
 aten, prims = torch.ops.aten, torch.ops.prims
 INPUT, WEIGHT, GRAD_OUTPUT = Role.INPUT, Role.WEIGHT, Role.GRAD_OUTPUT
+Function = Callable[[Tensor, Tensor, Tensor], Tensor]  # of x, w and b, see Weight
 PARAMETER, GIVEN, GRADIENT = Origin.PARAMETER, Origin.INPUT, Origin.GRADIENT
 
 
@@ -27,7 +31,7 @@ def roles(joint: JointGraph) -> list[tuple[str, Role, Role]]:
 class Weight(nn.Module):
     """Calls a function on x, its parameter ``w`` and its buffer ``b``."""
 
-    def __init__(self, function, rows: int = 32, cols: int = 32) -> None:  # type: ignore[no-untyped-def]
+    def __init__(self, function: Function, rows: int = 32, cols: int = 32) -> None:
         super().__init__()
         self.function = function
         self.w = nn.Parameter(torch.randn(rows, cols))
@@ -184,7 +188,7 @@ def test_a_matrix_times_its_own_transpose_has_one_gradient_a_side() -> None:
         (lambda x, w, b: x @ (w + x.sum()), PARAMETER | GIVEN),
     ],
 )
-def test_the_origin_of_an_operand_is_everything_it_is_computed_from(function, origin) -> None:  # type: ignore[no-untyped-def]
+def test_the_origin_of_an_operand_is_all_it_is_computed_from(function: Function, origin: Origin) -> None:
     output = joint_graph(Weight(function), torch.randn(8, 32)).matmuls()[0]
     assert (output.left.origin, output.right.origin) == (GIVEN, origin)
 
@@ -276,7 +280,7 @@ class NoNames:
         return False
 
 
-def graph_with(op, *shapes: tuple[int, ...], result: tuple[int, ...]) -> fx.Graph:  # type: ignore[no-untyped-def]
+def graph_with(op: Any, *shapes: tuple[int, ...], result: tuple[int, ...]) -> fx.Graph:
     graph = fx.Graph()
     inputs = [graph.placeholder(f"x{index}") for index in range(len(shapes))]
     for node, shape in zip(inputs, shapes):
@@ -296,7 +300,7 @@ def graph_with(op, *shapes: tuple[int, ...], result: tuple[int, ...]) -> fx.Grap
         (aten._scaled_mm.default, ((32, 16), (16, 32)), (32, 32), "the model's own FP8 matmul"),
     ],
 )
-def test_products_in_another_form_have_a_row_with_a_reason(op, shapes, result, reason) -> None:  # type: ignore[no-untyped-def]
+def test_products_in_another_form_have_a_row_with_a_reason(op: Any, shapes: Any, result: Any, reason: str) -> None:
     (site,) = find_matmuls(graph_with(op, *shapes, result=result), NoNames())
     assert isinstance(site, OtherMatmul)
     assert (site.op, site.gemm, site.reason, site.shape) == (op._schema.name[6:], "output", reason, result)
@@ -312,7 +316,7 @@ def test_products_in_another_form_have_a_row_with_a_reason(op, shapes, result, r
         (aten._scaled_mm_v2.default, ((32, 16), (16, 32)), (32, 32)),
     ],
 )
-def test_no_product_is_without_a_row(op, shapes, result) -> None:  # type: ignore[no-untyped-def]
+def test_no_product_is_without_a_row(op: Any, shapes: Any, result: Any) -> None:
     assert len(find_matmuls(graph_with(op, *shapes, result=result), NoNames())) == 1
 
 

@@ -146,15 +146,12 @@ to: e4m3[8, 32] = to(clamp_max, e4m3)
 to_1: e4m3[64, 32] = to(clamp_max_1, e4m3)
 to_2: f32[8, 32] = to(to, f32)
 to_3: f32[32, 64]T = to(to_1.T, f32)
-mm: f32[8, 64] = mm(to_2, to_3)
 to_4: e5m2[8, 64] = to(clamp_max_2, e5m2)
 to_5: f32[64, 8]T = to(to_4.T, f32)
 to_6: f32[8, 32] = to(to, f32)
-mm_1: f32[64, 32] = mm(to_5, to_6)
 to_7: f32[8, 64] = to(to_4, f32)
 to_8: f32[64, 32] = to(to_1, f32)
-mm_2: f32[8, 32] = mm(to_7, to_8)
-return mul_7, mul_12, mul_14
+return scaled_product, scaled_product_1, scaled_product_2
 """)
 
 
@@ -165,7 +162,7 @@ primals_2: f32[8, 32]
 tangents_1: f32[8, 64]
 quantize: (e4m3[8, 32], f32[1, 1]) = quantize(primals_2, e4m3, [-1, -1])
 quantize_1: (e4m3[64, 32], f32[1, 1]) = quantize(primals_1, e4m3, [-1, -1])
-_scaled_mm: f32[8, 64] = _scaled_mm(quantize[0], quantize_1[0].T, quantize[1], quantize_1[1], use_fast_accum)
+_scaled_mm: f32[8, 64] = _scaled_mm(quantize[0], quantize_1[0].T, quantize[1], quantize_1[1], fast_accum)
 quantize_2: (e5m2[8, 64], f32[1, 1]) = quantize(tangents_1, e5m2, [-1, -1])
 bitcast: u8[8, 64] = bitcast(quantize_2[0], u8)
 pad: u8[64, 16] = pad(bitcast.T, [0, 8, 0, 0], 0.0)
@@ -192,7 +189,7 @@ primals_2: f32[8, 32]
 tangents_1: f32[8, 64]
 quantize: (e4m3[8, 32], f32[1, 1]) = quantize(primals_2, e4m3, [-1, -1])
 quantize_1: (e4m3[64, 32], f32[1, 1]) = quantize(primals_1, e4m3, [-1, -1])
-_scaled_mm: f32[8, 64] = _scaled_mm(quantize[0], quantize_1[0].T, quantize[1], quantize_1[1], use_fast_accum)
+_scaled_mm: f32[8, 64] = _scaled_mm(quantize[0], quantize_1[0].T, quantize[1], quantize_1[1], fast_accum)
 quantize_2: (e5m2[8, 64], f32[1, 1]) = quantize(tangents_1, e5m2, [-1, -1])
 bitcast: u8[8, 64] = bitcast(quantize_2[0], u8)
 pad: u8[64, 16] = pad(bitcast.T, [0, 8, 0, 0], 0.0)
@@ -213,7 +210,7 @@ def test_golden_on_a_gpu_after_lowering_quantizes(on_gpu: list[Step]) -> None:
     expecttest.assert_expected_inline(render(on_gpu[3].graph, gemms_and_casts), """\
 to: e4m3[8, 32] = to(clamp_max, e4m3)
 to_1: e4m3[64, 32] = to(clamp_max_1, e4m3)
-_scaled_mm: f32[8, 64] = _scaled_mm(to, to_1.T, add, add_1, use_fast_accum)
+_scaled_mm: f32[8, 64] = _scaled_mm(to, to_1.T, add, add_1, fast_accum)
 to_2: e5m2[8, 64] = to(clamp_max_2, e5m2)
 bitcast: u8[8, 64] = bitcast(to_2, u8)
 pad: u8[64, 16] = pad(bitcast.T, [0, 8, 0, 0], 0.0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from joint_graph import Step, joint_graph, make, ops, random_inputs, run, run_passes
@@ -11,6 +13,7 @@ from uncompiled import UncompiledBackend
 INF, NAN = float("inf"), float("nan")
 
 
+@functools.cache  # nothing below changes them
 def steps_of(recipe: str, dtype: torch.dtype, bias: bool = True) -> list[Step]:
     x = torch.randn(37, 131, dtype=dtype, requires_grad=True)
     return run_passes(joint_graph(nn.Linear(131, 150, bias=bias, dtype=dtype), x), make("cpu", recipe=recipe))

@@ -124,7 +124,8 @@ def test_a_forward_graph_that_prepares_something_for_backward_is_called_forward(
 
 def test_the_backward_of_a_lone_product_is_called_backward() -> None:
     """All of its matmuls are nodes of ours, which carry no tag of the partitioner."""
-    made = split(torch.mm, torch.randn(16, 32, requires_grad=True), torch.randn(32, 32, requires_grad=True), target="cpu")
+    x, w = torch.randn(16, 32, requires_grad=True), torch.randn(32, 32, requires_grad=True)
+    made = split(torch.mm, x, w, target="cpu")
     assert SplitPipeline(make(), "").phase(made.backward) == "backward"
 
 

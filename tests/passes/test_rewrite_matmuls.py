@@ -124,7 +124,7 @@ def test_bias_is_added_by_a_gpu_gemm_in_16_bits() -> None:
     assert_numbers(steps, lambda w, b, x: fp8_product(x, w.T) + b, tolerance=2.0**-7)
     gemms = render(steps[2].graph, lambda node: op_name(node) in ("_scaled_mm", "add"))
     expecttest.assert_expected_inline(gemms, """\
-_scaled_mm: bf16[16, 64] = _scaled_mm(quantize[0], quantize_1[0].T, quantize[1], quantize_1[1], bias=primals_2, use_fast_accum)
+_scaled_mm: bf16[16, 64] = _scaled_mm(quantize[0], quantize_1[0].T, quantize[1], quantize_1[1], bias=primals_2, fast_accum)
 _scaled_mm_1: bf16[16, 32] = _scaled_mm(quantize_2[0], bitcast_1.T, quantize_2[1], quantize_1[1])
 _scaled_mm_2: bf16[64, 32] = _scaled_mm(bitcast_3, bitcast_5.T, quantize_2[1], quantize[1])
 return _scaled_mm, _scaled_mm_2, view, _scaled_mm_1
@@ -137,7 +137,7 @@ def test_bias_is_added_after_a_gpu_gemm_in_32_bits() -> None:
     assert_numbers(steps, lambda w, b, x: fp8_product(x, w.T) + b)
     gemms = render(steps[2].graph, lambda node: op_name(node) in ("_scaled_mm", "add"))
     expecttest.assert_expected_inline(gemms, """\
-_scaled_mm: f32[16, 64] = _scaled_mm(quantize[0], quantize_1[0].T, quantize[1], quantize_1[1], use_fast_accum)
+_scaled_mm: f32[16, 64] = _scaled_mm(quantize[0], quantize_1[0].T, quantize[1], quantize_1[1], fast_accum)
 add: f32[16, 64] = add(_scaled_mm, primals_2)
 _scaled_mm_1: f32[16, 32] = _scaled_mm(quantize_2[0], bitcast_1.T, quantize_2[1], quantize_1[1])
 _scaled_mm_2: f32[64, 32] = _scaled_mm(bitcast_3, bitcast_5.T, quantize_2[1], quantize[1])
@@ -177,7 +177,7 @@ quantize_1: (e4m3[32, 64], f32[1, 1]) = quantize(primals_1, e4m3, [-1, -1])
 bitcast: u8[32, 64] = bitcast(quantize_1[0], u8)
 clone: u8[64, 32] = clone(bitcast.T)
 bitcast_1: e4m3[64, 32] = bitcast(clone, e4m3)
-_scaled_mm: f32[16, 64] = _scaled_mm(quantize[0], bitcast_1.T, quantize[1], quantize_1[1], use_fast_accum)
+_scaled_mm: f32[16, 64] = _scaled_mm(quantize[0], bitcast_1.T, quantize[1], quantize_1[1], fast_accum)
 bitcast_2: u8[16, 32] = bitcast(quantize[0], u8)
 clone_1: u8[32, 16] = clone(bitcast_2.T)
 bitcast_3: e4m3[32, 16] = bitcast(clone_1, e4m3)

@@ -55,7 +55,7 @@ def test_rowwise_on_a_gpu_writes_bf16_and_lays_scales_out_in_lines() -> None:
     assert assert_gpu_accepts(steps[-1].graph) == 3
     assert_numbers(steps, lambda w, x: fp8_product(x, w.T, "rowwise"), tolerance=2.0**-7)
     expecttest.assert_expected_inline(render(shared.graph, lambda node: op_name(node) in ("_scaled_mm", "to")), """\
-_scaled_mm: bf16[8, 64] = _scaled_mm(quantize[0], quantize_1[0].T, unsqueeze, unsqueeze_1, use_fast_accum)
+_scaled_mm: bf16[8, 64] = _scaled_mm(quantize[0], quantize_1[0].T, unsqueeze, unsqueeze_1, fast_accum)
 to: f32[8, 64] = to(_scaled_mm, f32)
 _scaled_mm_1: bf16[64, 32] = _scaled_mm(bitcast_1, bitcast_3.T, unsqueeze_2, unsqueeze_3)
 to_1: f32[64, 32] = to(_scaled_mm_1, f32)
@@ -115,7 +115,7 @@ quantize_1: (e4m3[120, 100], f32[1, 1]) = quantize(primals_1, e4m3, [-1, -1])
 bitcast_2: u8[120, 100] = bitcast(quantize_1[0], u8)
 pad_1: u8[128, 112] = pad(bitcast_2, [0, 12, 0, 8], 0.0)
 bitcast_3: e4m3[128, 112] = bitcast(pad_1, e4m3)
-_scaled_mm: f32[5, 128] = _scaled_mm(bitcast_1, bitcast_3.T, quantize[1], quantize_1[1], use_fast_accum)
+_scaled_mm: f32[5, 128] = _scaled_mm(bitcast_1, bitcast_3.T, quantize[1], quantize_1[1], fast_accum)
 slice: f32[5, 120]{128, 1} = slice(_scaled_mm, 1, 0, 120)
 quantize_2: (e5m2[5, 120], f32[1, 1]) = quantize(tangents_1, e5m2, [-1, -1])
 bitcast_4: u8[5, 120] = bitcast(quantize_2[0], u8)

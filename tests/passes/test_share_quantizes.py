@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from joint_graph import apply, joint_graph, make, op_name, ops, random_inputs, run, run_passes
@@ -15,7 +17,7 @@ from fp8_compile.passes.share_quantizes import ShareQuantizes
 
 aten, prims = torch.ops.aten, torch.ops.prims
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-WHOLE = [-1, -1]
+WHOLE = (-1, -1)
 
 
 class Graph:
@@ -27,18 +29,16 @@ class Graph:
         self.x.meta["val"] = FakeTensorMode().from_tensor(torch.empty(shape))
         self.results: list[fx.Node] = []
 
-    def call(self, op, *args) -> fx.Node:  # type: ignore[no-untyped-def]
+    def call(self, op: Any, *args: Any) -> fx.Node:
         return emit(self.graph, op, *args, like=self.x)
 
-    def quantize(self, x: fx.Node, dtype: torch.dtype = E4M3, block: list[int] = WHOLE, region: int | None = None) -> None:
+    def quantize(
+        self, x: fx.Node, dtype: torch.dtype = E4M3, block: tuple[int, int] = WHOLE, region: int | None = None
+    ) -> None:
         node = self.call(quantize_op, x, dtype, list(block))
         if region is not None:
-            node.meta["ac_graph_id"] = region
-        for index in (0, 1):
-            item = getitem(self.graph, node, index)
-            if region is not None:
-                item.meta["ac_graph_id"] = region
-            self.results.append(item)
+            node.meta["ac_graph_id"] = region  # inherited by what reads it
+        self.results += [getitem(self.graph, node, index) for index in (0, 1)]
 
     def share(self) -> tuple[int, int]:
         """Quantizes merged, quantizes left."""
@@ -77,7 +77,7 @@ def test_other_views_and_casts_are_kept_apart() -> None:
 
 def test_other_formats_and_blocks_are_kept_apart() -> None:
     made = Graph(8, 32)
-    for dtype, block in ((E4M3, [-1, -1]), (E5M2, [-1, -1]), (E4M3, [1, -1]), (E4M3, [-1, 1]), (E4M3, [1, 128])):
+    for dtype, block in ((E4M3, WHOLE), (E5M2, WHOLE), (E4M3, (1, -1)), (E4M3, (-1, 1)), (E4M3, (1, 128))):
         made.quantize(made.x, dtype, block)
     assert made.share() == (0, 5)
 
@@ -148,6 +148,6 @@ def test_a_layer_used_inside_and_outside_of_a_checkpoint_is_quantized_in_each() 
 
     joint = joint_graph(Checkpointed(), torch.randn(2, 8, 32, requires_grad=True))
     shared = run_passes(joint, make("cpu"))[2].graph
-    regions = [(node.args[0].name, node.meta.get("ac_graph_id")) for node in shared.nodes if op_name(node) == "quantize"]
-    weights = [region for name, region in regions if name == "primals_1"]
-    assert len(weights) == 2 and weights[0] is None and weights[1] is not None
+    quantizes = [node for node in shared.nodes if op_name(node) == "quantize"]
+    outside, inside = [node.meta.get("ac_graph_id") for node in quantizes if node.args[0].name == "primals_1"]
+    assert outside is None and inside is not None

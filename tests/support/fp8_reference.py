@@ -66,7 +66,7 @@ class Fp8:
         return sign * (1 + fraction) * 2.0 ** (exponent - self.bias)
 
     def encode(self, x: np.ndarray) -> np.ndarray:
-        """Codes of the nearest values, ties to the even code, beyond the largest value that value. NaN: 0x7F, or 0x80."""
+        """Codes of the nearest values, ties to the even code, saturating. NaN is 0x7F, or 0x80 in fnuz."""
         x = np.asarray(x, np.float64)
         magnitude = np.abs(x)
         above = np.clip(np.searchsorted(self.magnitudes, magnitude), 1, len(self.magnitudes) - 1)

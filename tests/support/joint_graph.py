@@ -375,7 +375,7 @@ def _line(node: fx.Node, names: dict[fx.Node, str]) -> str:
     arguments = [_text(item, names) for item in node.args]
     for key, item in node.kwargs.items():
         if item not in (None, False) and key not in SEEN_IN_THE_VALUE:
-            arguments.append(key if item is True else f"{key}={_text(item, names)}")
+            arguments.append(key.removeprefix("use_") if item is True else f"{key}={_text(item, names)}")
     return f"{left} = {op_name(node)}({', '.join(arguments)})"
 
 

@@ -1,0 +1,32 @@
+"""Keep blocks apart that Dynamo would run with one compiled code.
+
+After a graph break Dynamo compiles ``Block.forward`` once and runs it for ``blocks.0`` and ``blocks.1`` alike. Where a
+pattern names only one of them, the code for one is wrong for the other: a guard on the identity of the module makes
+Dynamo compile each by itself.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.source import LocalSource
+
+from .module_names import Selection, compiled_root, frame_module
+
+
+def keep_apart(selection: Selection) -> None:
+    """Guard the frame's module if another of its class is treated differently."""
+    variable, module = frame_module()
+    root = compiled_root()
+    if module is None or root is None or module is root:
+        return
+    treatments = {_treatment(name, other, selection) for name, other in root.named_modules() if type(other) is type(module)}
+    if len(treatments) > 1:
+        install_guard(LocalSource(variable, is_input=True).make_guard(GuardBuilder.ID_MATCH))
+
+
+def _treatment(name: str, module: nn.Module, selection: Selection) -> tuple[str | None, ...]:
+    """What the patterns say about each part of a module."""
+    parts = [part for part, _ in module.named_modules(prefix=name)]
+    parameters = [part for part, _ in module.named_parameters(prefix=name)]
+    return (*map(selection.reason_against, parts), *(selection.reason_against("", (part,)) for part in parameters))
