@@ -200,11 +200,10 @@ def frame_module() -> tuple[str, nn.Module | None]:
     """The module whose ``forward`` Dynamo is compiling, after a graph break not always the compiled one; and the
     name of the variable that holds it."""
     tx = _translator()
-    if tx is None or not tx.f_code.co_argcount:
-        return "", None
-    variable = tx.f_code.co_varnames[0]
-    owner = tx.f_locals.get(variable)
-    return variable, owner if isinstance(owner, nn.Module) else None
+    for variable in tx.f_code.co_varnames if tx is not None else ():  # a resumed frame has its stack before self
+        if isinstance(tx.f_locals.get(variable), nn.Module):
+            return variable, tx.f_locals[variable]
+    return "", None
 
 
 def _own_name(module: str) -> str:

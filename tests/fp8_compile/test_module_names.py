@@ -262,6 +262,6 @@ def test_paths_of_dynamo_and_of_export_are_one_name() -> None:
 
 def test_a_selection_gives_the_first_reason_against() -> None:
     selection = Selection(include=("*",), exclude=("a.b", "*.c"))
-    assert selection.reason_against("a.b.x", "") == "excluded by 'a.b'"
-    assert selection.reason_against("z", "z.c") == "excluded by '*.c'"
-    assert selection.reason_against("a.bx", "a.bx.weight") is None, "a name is not a prefix of letters"
+    assert selection.reason_against("a.b.x") == "excluded by 'a.b'"
+    assert selection.reason_against("z", ("z.c",)) == "excluded by '*.c'"
+    assert selection.reason_against("a.bx", ("a.bx.weight",)) is None, "a name is not a prefix of letters"

@@ -167,7 +167,7 @@ def test_fake_results_are_those_of_the_op_in_shape_stride_and_dtype(block) -> No
 
 @pytest.mark.parametrize(
     "x",
-    [torch.zeros(3), torch.zeros(2, 3, 4), torch.zeros(2, 3, dtype=torch.float64), torch.zeros(2, 3, dtype=torch.int32)],
+    [torch.zeros(3), torch.zeros(2, 3, 4), torch.zeros(2, 3).double(), torch.zeros(2, 3).int()],
     ids=["1-D", "3-D", "float64", "int32"],
 )
 def test_another_rank_or_dtype_is_an_error_that_says_what_was_expected(x: torch.Tensor) -> None:

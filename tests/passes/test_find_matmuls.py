@@ -64,7 +64,7 @@ def test_a_linear_has_three_gemms_with_their_operands_in_order() -> None:
         ("tangents_1", "primals_1"),
         ("tangents_1", "primals_3"),
     ]
-    assert [site.weight for site in sites] == ["weight"] * 3
+    assert [site.weights for site in sites] == [("weight",)] * 3
     assert (output.added.name, output.alpha, output.beta) == ("primals_2", 1.0, 1.0)
     assert (output.batched, output.dtype, grad_input.added) == (False, torch.float32, None)
 
@@ -122,7 +122,7 @@ def test_names_are_those_of_the_innermost_module() -> None:
 
     sites = joint_graph(Net(), given(2, 8, 32)).matmuls()
     assert [site.module for site in sites] == ["blocks.0.0", "blocks.1.0"] + ["blocks.1.0"] * 2 + ["blocks.0.0"] * 2
-    assert all(site.weight == f"{site.module}.weight" for site in sites)
+    assert all(site.weights == (f"{site.module}.weight",) for site in sites)
 
 
 def test_a_weight_on_the_left_is_the_weight() -> None:
@@ -132,7 +132,7 @@ def test_a_weight_on_the_left_is_the_weight() -> None:
         ("grad_input", WEIGHT, GRAD_OUTPUT),
         ("grad_weight", GRAD_OUTPUT, INPUT),
     ]
-    assert [site.weight for site in joint.matmuls()] == ["w"] * 3
+    assert [site.weights for site in joint.matmuls()] == [("w",)] * 3
 
 
 def test_of_two_inputs_the_right_one_is_the_weight() -> None:
@@ -142,7 +142,7 @@ def test_of_two_inputs_the_right_one_is_the_weight() -> None:
         ("grad_weight", INPUT, GRAD_OUTPUT),
         ("grad_input", GRAD_OUTPUT, WEIGHT),
     ]
-    assert [(site.weight, site.module) for site in joint.matmuls()] == [("", "")] * 3
+    assert [(site.weights, site.module) for site in joint.matmuls()] == [((), "")] * 3
 
 
 def test_a_tied_weight_is_found_behind_both_of_its_names() -> None:
@@ -156,10 +156,11 @@ def test_a_tied_weight_is_found_behind_both_of_its_names() -> None:
             return self.out(self.embed(tokens))
 
     joint = joint_graph(Tied(), torch.randint(0, 48, (2, 8)))
-    assert [(site.gemm, site.module, site.weight) for site in joint.matmuls()] == [
-        ("output", "out", "embed.weight"),
-        ("grad_weight", "out", "embed.weight"),
-        ("grad_input", "out", "embed.weight"),
+    both = ("embed.weight", "out.weight")
+    assert [(site.gemm, site.module, site.weights) for site in joint.matmuls()] == [
+        ("output", "out", both),
+        ("grad_weight", "out", both),
+        ("grad_input", "out", both),
     ]
     assert joint.matmuls()[0].left.origin == PARAMETER | GIVEN  # looked up in the same parameter
 
@@ -191,6 +192,29 @@ def test_a_matrix_times_its_own_transpose_has_one_gradient_a_side() -> None:
 def test_the_origin_of_an_operand_is_all_it_is_computed_from(function: Function, origin: Origin) -> None:
     output = joint_graph(Weight(function), torch.randn(8, 32)).matmuls()[0]
     assert (output.left.origin, output.right.origin) == (GIVEN, origin)
+
+
+def test_a_weight_computed_from_parameters_and_buffers_is_the_weight_on_either_side() -> None:
+    masked = joint_graph(Weight(lambda x, w, b: (w * b) @ x), given(32, 8))
+    assert roles(masked)[0] == ("output", WEIGHT, INPUT)
+    assert {site.weights for site in masked.matmuls()} == {("w",)}
+    flowing = joint_graph(Weight(lambda x, w, b: (w * x.sum()) @ x), given(32, 8))
+    assert roles(flowing)[0] == ("output", INPUT, WEIGHT)
+
+
+def test_slices_of_a_parameter_chosen_by_data_are_gathered_weights() -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(4, 32, 16))
+
+        def forward(self, x: Tensor, expert: Tensor) -> Tensor:
+            return torch.bmm(x, self.w[expert])
+
+    output, *backward = joint_graph(Experts(), given(3, 8, 32), torch.tensor([0, 2, 1])).matmuls()
+    assert (output.left.gathered, output.right.gathered) == (False, True)
+    assert (output.left.role, output.right.role) == (INPUT, WEIGHT)
+    assert sorted(site.gemm for site in backward) == ["grad_input", "grad_weight"]
 
 
 def test_a_symbolic_size_is_no_origin() -> None:
@@ -240,7 +264,7 @@ def test_fused_attention_has_a_row_forward_and_backward() -> None:
 def test_inference_has_only_outputs() -> None:
     with torch.no_grad():
         joint = joint_graph(nn.Linear(32, 64), torch.randn(8, 32))
-    assert [(site.gemm, site.weight) for site in joint.matmuls()] == [("output", "weight")]
+    assert [(site.gemm, site.weights) for site in joint.matmuls()] == [("output", ("weight",))]
 
 
 def test_an_input_without_gradient_has_no_grad_input() -> None:
@@ -253,7 +277,7 @@ def test_a_cast_by_autocast_is_looked_through() -> None:
         joint = joint_graph(nn.Linear(32, 64), given(8, 32))
     for site in joint.matmuls():
         assert isinstance(site, Matmul)
-        assert (site.dtype, site.weight) == (torch.bfloat16, "weight")
+        assert (site.dtype, site.weights) == (torch.bfloat16, ("weight",))
     assert joint.matmuls()[0].right.root.name == "primals_1"
 
 
@@ -270,11 +294,11 @@ def test_a_checkpointed_matmul_is_found_once() -> None:
 
 
 class NoNames:
-    def module_of(self, node: fx.Node) -> None:
-        return None
+    def module_of(self, node: fx.Node) -> str:
+        return ""
 
-    def parameter_of(self, placeholder: fx.Node) -> None:
-        return None
+    def parameters_of(self, placeholder: fx.Node) -> tuple[str, ...]:
+        return ()
 
     def is_buffer(self, placeholder: fx.Node) -> bool:
         return False
@@ -294,8 +318,6 @@ def graph_with(op: Any, *shapes: tuple[int, ...], result: tuple[int, ...]) -> fx
 @pytest.mark.parametrize(
     "op, shapes, result, reason",
     [
-        (aten.mv.default, ((32, 16), (16,)), (32,), "matrix by vector: one column is too small to gain"),
-        (aten.dot.default, ((16,), (16,)), (), "vector by vector: too small to gain"),
         (aten._int_mm.default, ((32, 16), (16, 32)), (32, 32), "integer matmul"),
         (aten._scaled_mm.default, ((32, 16), (16, 32)), (32, 32), "the model's own FP8 matmul"),
     ],

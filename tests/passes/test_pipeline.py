@@ -40,11 +40,11 @@ class Watcher:
 
 
 class NoNames:
-    def module_of(self, node: fx.Node) -> None:
-        return None
+    def module_of(self, node: fx.Node) -> str:
+        return ""
 
-    def parameter_of(self, placeholder: fx.Node) -> None:
-        return None
+    def parameters_of(self, placeholder: fx.Node) -> tuple[str, ...]:
+        return ()
 
     def is_buffer(self, placeholder: fx.Node) -> bool:
         return False
