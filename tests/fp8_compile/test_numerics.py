@@ -17,9 +17,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fp8_compile import Backend, Config
+from fp8_compile.backend import compile_graph
+from fp8_compile.explain import run_uncompiled
 from fp8_reference import LinearLayer, Noise
 from torch import nn
-from uncompiled import UncompiledBackend
+from uncompiled import NO_CACHE, UncompiledBackend
 
 RECIPES = ["tensorwise", "rowwise", "blockwise"]
 each_recipe = pytest.mark.parametrize("recipe", RECIPES)
@@ -115,6 +117,40 @@ def test_graph_for_a_gpu_gives_the_cpus_numbers_up_to_summation_order_and_output
     torch._dynamo.reset()
     on_cpu = reference.results(compile_uncompiled(model, recipe, target="cpu")[0], x, dy)
     Noise(on_gpu, on_cpu).check(fp8_exactly(case, model, x, dy)[1])
+
+
+def scaled_mm_of_tiles(left, right, scale_left, scale_right, bias=None, out_dtype=None, use_fast_accum=False):
+    """``aten._scaled_mm`` with the block scales that only a GPU's has: each element times its block's scale, in FP64."""
+    for q, name in ((left, "left"), (right, "right")):
+        assert all(size % 16 == 0 for size in (q.shape if name == "right" else q.shape[1:])), f"{name}: {q.shape}"
+    a, b = (_dequantized(q, scale) for q, scale in ((left, scale_left), (right, scale_right)))
+    y = a @ b if bias is None else a @ b + bias
+    return y.to(out_dtype)
+
+
+def _dequantized(q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    assert all(count in (size, -(-size // 128)) for count, size in zip(scale.shape, q.shape)), (scale.shape, q.shape)
+    block_of = [torch.arange(size) // (1 if count == size else 128) for count, size in zip(scale.shape, q.shape)]
+    return q.double() * scale[block_of[0]][:, block_of[1]]
+
+
+def test_blockwise_graph_for_a_gpu_gives_the_references_numbers_where_a_gemm_knows_tiles() -> None:
+    def run_with_tiles(gm: torch.fx.GraphModule, example_inputs: Any, **kwargs: Any) -> Callable[..., Any]:
+        for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten._scaled_mm.default):
+            node.target = scaled_mm_of_tiles
+        gm.recompile()
+        return run_uncompiled(gm, example_inputs)
+
+    def backend(gm: torch.fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
+        config = Config(recipe="blockwise", target="cuda:90", inductor=NO_CACHE)
+        compiled, report = compile_graph(gm, example_inputs, config, inner_compile=run_with_tiles)
+        assert len(report.rewritten) == 3, report
+        return compiled
+
+    case = Case("cuda:90", "blockwise", 21, (250, 240))  # both padded to 256, and the tokens to 128
+    model, x, dy = one_layer(case)
+    exact, roundoff = fp8_exactly(case, model, x, dy)
+    Noise(reference.results(torch.compile(model, backend=backend, fullgraph=True), x, dy), exact).check(roundoff)
 
 
 # Models: within twice the error of the same model with the reference's layers.
@@ -409,7 +445,7 @@ def test_compiled_code_gives_the_interpreted_graphs_numbers_to_the_roundoff_of_t
     x, dy = torch.randn(37, 75), torch.randn(37, 41)
     interpreted = reference.results(compile_uncompiled(model, recipe)[0], x, dy)
     torch._dynamo.reset()
-    backend = Backend(Config(recipe=recipe, inductor={"force_disable_caches": True}))  # today's code, not a cached one
+    backend = Backend(Config(recipe=recipe, inductor=NO_CACHE))  # today's code, not a cached one
     found = reference.results(torch.compile(model, backend=backend), x, dy)
     assert_all_rewritten(backend, 6)
     layer = LinearLayer(reference.RECIPES[recipe])

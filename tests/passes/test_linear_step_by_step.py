@@ -40,7 +40,7 @@ def on_gpu(linear: JointGraph) -> list[Step]:
 
 def gemms_and_casts(node: fx.Node) -> bool:
     """What carries a matmul: not the arithmetic of a scale, which has a golden test in test_lower_quantizes.py."""
-    return op_name(node) in ("mm", "_scaled_mm", "to", "bitcast", "clone", "pad")
+    return op_name(node) in ("mm", "_scaled_mm", "scaled_product", "to", "bitcast", "clone", "pad")
 
 
 def test_each_pass_reports_how_many_places_it_changed(on_cpu: list[Step], on_gpu: list[Step]) -> None:
@@ -59,12 +59,12 @@ def test_each_pass_reports_how_many_places_it_changed(on_cpu: list[Step], on_gpu
     ]
 
 
-def test_matmuls_become_fp8_gemms_and_on_the_cpu_fp32_products_again(on_cpu: list[Step], on_gpu: list[Step]) -> None:
-    kinds = ("mm", "quantize", "_scaled_mm", "amax")
+def test_matmuls_become_fp8_gemms_and_on_the_cpu_calls_of_our_product(on_cpu: list[Step], on_gpu: list[Step]) -> None:
+    kinds = ("mm", "quantize", "_scaled_mm", "amax", "scaled_product")
     counts = [[ops(step.graph).get(kind, 0) for kind in kinds] for step in on_cpu]
-    assert counts == [[3, 0, 0, 0], [0, 6, 3, 0], [0, 3, 3, 0], [0, 0, 3, 3], [3, 0, 0, 3]]
+    assert counts == [[3, 0, 0, 0, 0], [0, 6, 3, 0, 0], [0, 3, 3, 0, 0], [0, 0, 3, 3, 0], [0, 0, 0, 3, 3]]
     counts = [[ops(step.graph).get(kind, 0) for kind in kinds] for step in on_gpu]
-    assert counts == [[3, 0, 0, 0], [0, 6, 3, 0], [0, 3, 3, 0], [0, 0, 3, 3]]
+    assert counts == [[3, 0, 0, 0, 0], [0, 6, 3, 0, 0], [0, 3, 3, 0, 0], [0, 0, 3, 3, 0]]
 
 
 @pytest.mark.parametrize("target", ["cpu", "cuda:90"])
@@ -146,11 +146,14 @@ to: e4m3[8, 32] = to(clamp_max, e4m3)
 to_1: e4m3[64, 32] = to(clamp_max_1, e4m3)
 to_2: f32[8, 32] = to(to, f32)
 to_3: f32[32, 64]T = to(to_1.T, f32)
+scaled_product: f32[8, 64] = scaled_product(to_2, to_3, add, add_1.T, None, f32)
 to_4: e5m2[8, 64] = to(clamp_max_2, e5m2)
 to_5: f32[64, 8]T = to(to_4.T, f32)
 to_6: f32[8, 32] = to(to, f32)
+scaled_product_1: f32[64, 32] = scaled_product(to_5, to_6, add_2.T, add, None, f32)
 to_7: f32[8, 64] = to(to_4, f32)
 to_8: f32[64, 32] = to(to_1, f32)
+scaled_product_2: f32[8, 32] = scaled_product(to_7, to_8, add_2, add_1, None, f32)
 return scaled_product, scaled_product_1, scaled_product_2
 """)
 
