@@ -27,7 +27,7 @@ def relayout(q: torch.Tensor, transposed: bool, row_multiple: int, col_multiple:
     if row_multiple > 1 or col_multiple > 1:
         rows, cols = moved.shape
         moved = torch.nn.functional.pad(moved, (0, -cols % col_multiple, 0, -rows % row_multiple))
-    return moved.contiguous().view(q.dtype)
+    return moved.clone(memory_format=torch.contiguous_format).view(q.dtype)
 
 
 def _fake(q: torch.Tensor, transposed: bool, row_multiple: int, col_multiple: int) -> torch.Tensor:

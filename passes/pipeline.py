@@ -3,7 +3,6 @@ backward, ``SplitPipeline`` on each half."""
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import logging
 import pathlib
@@ -26,6 +25,17 @@ from .row import Row
 from .share_quantizes import ShareQuantizes
 
 log = logging.getLogger("fp8_compile.passes")
+
+
+def source_hash() -> str:
+    """A hash of every source file of passes and kernels: other code, other cache entries."""
+    folders = (pathlib.Path(__file__).parent, pathlib.Path(kernels.__file__).parent)
+    files = sorted(str(file) for folder in folders for kind in ("*.py", "*.cpp") for file in folder.rglob(kind))
+    return get_hash_for_files(tuple(files)).hex()
+
+
+# When imported: a file edited later must not lend its name to code made by the old one.
+SOURCE_HASH = source_hash()
 
 
 class Observer(Protocol):
@@ -70,7 +80,7 @@ class Pipeline(CustomGraphPass):
     def uuid(self) -> str | None:
         if self.observer:
             return None
-        return hashlib.sha256(f"{type(self).__name__}{source_hash()}{self.key}".encode()).hexdigest()
+        return hashlib.sha256(f"{type(self).__name__}{SOURCE_HASH}{self.key}".encode()).hexdigest()
 
 
 class JointPipeline(Pipeline):
@@ -106,12 +116,3 @@ class SplitPipeline(Pipeline):
 
     def phase(self, graph: fx.Graph) -> str:
         return "backward" if any(is_backward(node) for node in graph.nodes) else "forward"
-
-
-@functools.cache
-def source_hash() -> str:
-    """A hash of every source file of passes and kernels: other code, other cache entries."""
-    here = pathlib.Path(__file__).parent
-    folders = (here, pathlib.Path(kernels.__file__).parent)
-    files = sorted(str(file) for folder in folders for kind in ("*.py", "*.cpp") for file in folder.rglob(kind))
-    return get_hash_for_files(tuple(files)).hex()

@@ -13,6 +13,8 @@ Blocks are the whole tensor, rows or columns; tiles are left to Inductor.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -56,9 +58,12 @@ def scaled_product(
 ) -> Tensor:
     a, b = (side if side.dtype == torch.float32 else side.to(torch.float32) for side in (left, right))
     if scale_left.numel() == scale_right.numel() == 1 and out_dtype == torch.float32:
-        # One scale for all: the gemm multiplies by it, and adds the bias, at no cost.
-        start = bias if bias is not None else a.new_empty(b.shape[1])
-        return torch.addmm(start, a, b, beta=int(bias is not None), alpha=float(scale_left * scale_right))
+        # One scale for all: the gemm multiplies by it, and adds the bias, at no cost. Not where it is NaN or Inf:
+        # MKL takes alpha=NaN for 1 (seen with torch 2.13 on AVX2), which would hide an overflow.
+        alpha = float(scale_left * scale_right)
+        if math.isfinite(alpha):
+            start = bias if bias is not None else a.new_empty(b.shape[1])
+            return torch.addmm(start, a, b, beta=int(bias is not None), alpha=alpha)
     return epilogue(a @ b, scale_left, scale_right, bias, out_dtype)
 
 

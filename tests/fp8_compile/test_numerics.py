@@ -66,13 +66,13 @@ class Case:
         return LinearLayer(recipe, sum_in, self.written_in)
 
 
-ODD, EVEN = (75, 87), (80, 96)  # for a GPU, 75 and 87 are padded to 80 and 96
+ODD = (75, 87)  # for a GPU these are padded to 80 and 96
 CASES = [
     *(Case("cpu", recipe, 21, ODD) for recipe in RECIPES),
     *(Case("cpu", recipe, 133, (150, 139)) for recipe in RECIPES),  # tiles of 128, whole and ragged, in all three gemms
     *(Case("cpu", recipe, 5, (33, 17), torch.bfloat16) for recipe in ("tensorwise", "rowwise")),
     Case("cpu", "blockwise", 5, (33, 17), torch.float16),
-    *(Case("cuda:90", recipe, 21, shape) for recipe in ("tensorwise", "rowwise") for shape in (ODD, EVEN)),
+    *(Case("cuda:90", recipe, 21, ODD) for recipe in ("tensorwise", "rowwise")),
     *(Case("cuda:90", recipe, 16, (32, 48), torch.bfloat16) for recipe in ("tensorwise", "rowwise")),
     *(Case("hip:gfx942", recipe, 21, ODD) for recipe in ("tensorwise", "rowwise")),
 ]
@@ -120,7 +120,7 @@ def test_graph_for_a_gpu_gives_the_cpus_numbers_up_to_summation_order_and_output
 
 
 def scaled_mm_of_tiles(left, right, scale_left, scale_right, bias=None, out_dtype=None, use_fast_accum=False):
-    """``aten._scaled_mm`` with the block scales that only a GPU's has: each element times its block's scale, in FP64."""
+    """``aten._scaled_mm`` with the block scales that only a GPU's has: each element times its scale, in FP64."""
     for q, name in ((left, "left"), (right, "right")):
         assert all(size % 16 == 0 for size in (q.shape if name == "right" else q.shape[1:])), f"{name}: {q.shape}"
     a, b = (_dequantized(q, scale) for q, scale in ((left, scale_left), (right, scale_right)))
@@ -204,8 +204,10 @@ def check_against_fp64(model: nn.Module, recipe: str, x: torch.Tensor, matmuls: 
     assert found.error["output"] > 2.0**-8 * found.signal["output"]
 
 
-@each_recipe
-@pytest.mark.parametrize("name", MODELS)
+PAIRS = [(name, recipe) for name in MODELS for recipe in (RECIPES if name != "one layer used twice" else RECIPES[:1])]
+
+
+@pytest.mark.parametrize("name, recipe", PAIRS)
 def test_output_and_every_gradient_are_within_twice_the_references_error(name: str, recipe: str) -> None:
     make, shape, matmuls = MODELS[name]
     check_against_fp64(make(), recipe, torch.randn(shape), matmuls)

@@ -112,7 +112,8 @@ round_3: f32[32, 70] = round(primals_4, scales[0], e4m3, [-1, -1])
 scaled_product_1: f32[18, 32] = scaled_product(round_2, round_3.T, scales_3[1], scales[1].T, None, f32)
 view_3: f32[2, 9, 32] = view(scaled_product_1, [2, 9, 32])
 le: b8[2, 9, 70] = le(relu, 0)
-return view_3, primals_1, primals_4, scales_2[1], cast, scales_1[0], scales_1[1], scales_3[1], cast_1, scales[0], scales[1], le
+return view_3, primals_1, primals_4, scales_2[1], cast, scales_1[0], scales_1[1], scales_3[1], cast_1, scales[0],
+    scales[1], le
 """)
 
 

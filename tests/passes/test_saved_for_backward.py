@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 TARGETS = pytest.mark.parametrize("target", ["cpu", "cuda:90"])
 BF16 = torch.bfloat16
+UPCASTS = pytest.mark.xfail(raises=AssertionError, reason="upcasts that only forward reads are made to be recomputed")
 
 
 class Mlp(nn.Module):
@@ -52,7 +53,7 @@ def saved_inputs(made: Split) -> list[str]:
 def test_inputs_of_both_layers_are_saved_in_fp8(target: str) -> None:
     made = mlp(target)
     assert len(made.report.rewritten) == 6
-    assert sorted(made.saved_activations) == ["e4m3[16, 256]", "e4m3[16, 128]"]
+    assert sorted(made.saved_activations) == ["e4m3[16, 128]", "e4m3[16, 256]"]
     assert saved_inputs(made) == ["bf16[256, 128]", "bf16[128, 256]"]  # the weights, and not x
 
 
@@ -61,7 +62,7 @@ def test_half_of_what_full_precision_saves_is_saved(target: str) -> None:
     fp8 = mlp(target)
     plain = split(Mlp(), given(), target=target, exclude=("up", "down"))
     assert len(plain.report.rewritten) == 0
-    assert sorted(plain.saved_activations) == ["bf16[16, 256]", "bf16[16, 128]"]
+    assert sorted(plain.saved_activations) == ["bf16[16, 128]", "bf16[16, 256]"]
     scales = saved_bytes(fp8) - saved_bytes(plain) / 2
     assert 0 < scales <= 100
 
@@ -69,17 +70,11 @@ def test_half_of_what_full_precision_saves_is_saved(target: str) -> None:
 @TARGETS
 def test_the_mask_of_relu_is_saved_beside_the_fp8_tensor(target: str) -> None:
     made = split(Mlp(torch.relu, torch.float32), given(torch.float32), target=target)
-    assert sorted(made.saved_activations) == ["b8[2, 8, 256]", "e4m3[16, 256]", "e4m3[16, 128]"]
+    assert sorted(made.saved_activations) == ["b8[2, 8, 256]", "e4m3[16, 128]", "e4m3[16, 256]"]
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
-@pytest.mark.parametrize(
-    "target",
-    [
-        pytest.param("cpu", marks=pytest.mark.xfail(reason="upcasts that only forward reads are made to be recomputed")),
-        "cuda:90",
-    ],
-)
+@pytest.mark.parametrize("target", [pytest.param("cpu", marks=UPCASTS), "cuda:90"])
 def test_recipes_with_many_scales_save_fp8_too(target: str, recipe: str) -> None:
     """These quantize an input along its tokens for grad_weight: that copy is made in forward, not its source kept."""
     made = mlp(target, recipe)
@@ -148,4 +143,4 @@ def test_query_key_and_value_save_one_copy_of_their_input(target: str) -> None:
 
     made = split(QueryKeyValue(), given(), target=target)
     assert len(made.report.rewritten) == 12
-    assert sorted(made.saved_activations) == ["e4m3[16, 256]", "e4m3[16, 128]"]
+    assert sorted(made.saved_activations) == ["e4m3[16, 128]", "e4m3[16, 256]"]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import operator
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -325,7 +326,7 @@ def render(graph: fx.Graph, only: Callable[[fx.Node], bool] | None = None) -> st
             seen[op] += 1
             if only is None or only(node):
                 lines.append(_line(node, names))
-    return "\n".join(lines) + "\n"
+    return "\n".join("\n    ".join(textwrap.wrap(line, 116)) for line in lines) + "\n"
 
 
 def ops(graph: fx.Graph) -> dict[str, int]:
