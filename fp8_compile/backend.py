@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pathlib
 from typing import TYPE_CHECKING, Any, Callable, Mapping, Sequence
 
 import torch
@@ -15,7 +16,7 @@ from torch import fx
 from torch._inductor import config as inductor_config
 from torch._inductor import list_mode_options
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-from torch._inductor.custom_graph_pass import get_custom_graph_passes
+from torch._inductor.custom_graph_pass import get_custom_graph_passes, get_hash_for_files
 
 from .config import Config
 from .double_backward import reject_double_backward
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
     from .dump import GraphDump
 
 log = logging.getLogger("fp8_compile")
+
+# Config, targets and names decide what passes do: part of the key of Inductor's cache, beside their own sources.
+SOURCE_HASH = get_hash_for_files(tuple(sorted(map(str, pathlib.Path(__file__).parent.glob("*.py"))))).hex()
 
 
 class Backend:
@@ -93,7 +97,7 @@ def compile_graph(
     folder = config.dump or os.environ.get("FP8_COMPILE_DUMP")
     dump = _new_dump(folder) if folder else None
 
-    key = repr((config.fingerprint(), str(target), names.fingerprint(gm)))
+    key = repr((SOURCE_HASH, config.fingerprint(), str(target), names.fingerprint(gm)))
     stored = ReportCache.entry(gm, example_inputs, key)
     rules = make_rules(config, target, selection)
     joint = JointPipeline(rules, names, stored.key, dump, strict=strict)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from joint_graph import Split, describe, op_name, split
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 TARGETS = pytest.mark.parametrize("target", ["cpu", "cuda:90"])
 BF16 = torch.bfloat16
@@ -127,6 +127,20 @@ def test_a_checkpointed_block_saves_its_input_alone(target: str) -> None:
     assert len(made.report.rewritten) == 6
     assert [text for text in made.saved_activations if "256" in text] == []
     assert saved_bytes(made) <= 2 * 16 * 128 + 100
+
+
+@pytest.mark.xfail(raises=AssertionError, reason="the quantizes of a matmul inherit that it must be saved")
+@TARGETS
+def test_selective_checkpointing_that_saves_matmuls_saves_no_quantized_weight(target: str) -> None:
+    block = Mlp(nn.functional.silu)
+    matmuls = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+
+    def region(x: Tensor) -> Tensor:
+        return torch.sin(checkpoint(block, torch.sin(x), use_reentrant=False, context_fn=matmuls))
+
+    made = split(region, given(), target=target)
+    assert len(made.report.rewritten) == 6
+    assert not {"e4m3[256, 128]", "e4m3[128, 256]"} & set(made.saved_activations)
 
 
 @TARGETS
