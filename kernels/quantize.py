@@ -43,7 +43,7 @@ def scales(x: torch.Tensor, dtype: torch.dtype, block: Block) -> tuple[torch.Ten
 def cast(x: torch.Tensor, quant_scale: torch.Tensor, dtype: torch.dtype, block: Block) -> torch.Tensor:
     """The second half: scale, saturate, round to nearest even."""
     largest = format_of(dtype).max
-    scaled = x.to(torch.float32) * spread(quant_scale, x.shape, block)
+    scaled = x.contiguous().to(torch.float32) * spread(quant_scale, x.shape, block)
     return scaled.clamp(-largest, largest).to(dtype)
 
 

@@ -28,6 +28,7 @@ INHERITED = (
     "fp8_module",
     "fp8_gemm",
 )
+GEMM = "gemm"  # meta["fp8_kind"] of an FP8 gemm of ours; a model may have its own
 # Cheap to make again and large: never saved for backward.
 NEVER_SAVED = {"recompute": CheckpointPolicy.MUST_RECOMPUTE}
 
@@ -87,8 +88,10 @@ def _add(
     tags: Mapping[str, Any] | None,
 ) -> fx.Node:
     node = graph.call_function(op, args, kwargs)
-    node.meta = {key: like.meta[key] for key in INHERITED if key in like.meta} | dict(tags or {})
-    node.meta["val"] = result
+    node.meta = {key: like.meta[key] for key in INHERITED if key in like.meta}
+    if node.meta.get("recompute") in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE):
+        del node.meta["recompute"]  # meant for the matmul, not for what is made on the way to it
+    node.meta.update(tags or {}, val=result)
     return node
 
 

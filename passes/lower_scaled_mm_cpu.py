@@ -8,7 +8,7 @@ from torch import fx
 from fp8_compile.kernels.cpu.ops import scaled_product_op
 from fp8_compile.kernels.scaled_mm import epilogue, has_tiles, operands
 
-from .emit import NEVER_SAVED, emit, inline, value
+from .emit import GEMM, NEVER_SAVED, emit, inline, value
 from .graph_pass import GraphPass, PassReport
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -26,7 +26,8 @@ class LowerScaledMmForCpu(GraphPass):
     """
 
     def run(self, graph: fx.Graph) -> PassReport:
-        nodes = graph.find_nodes(op="call_function", target=aten._scaled_mm.default)
+        gemms = graph.find_nodes(op="call_function", target=aten._scaled_mm.default)
+        nodes = [node for node in gemms if node.meta.get("fp8_kind") == GEMM]
         for node in nodes:
             with graph.inserting_before(node):
                 result = _tiled(graph, node) if _has_tiles(node) else _product(graph, node)
@@ -39,7 +40,8 @@ def _product(graph: fx.Graph, node: fx.Node) -> fx.Node:
     upcast = prims.convert_element_type.default
     left, right = (emit(graph, upcast, q, torch.float32, like=node, tags=NEVER_SAVED) for q in node.args[:2])
     bias, out_dtype = node.kwargs["bias"], node.kwargs["out_dtype"]
-    return emit(graph, scaled_product_op, left, right, *node.args[2:4], bias, out_dtype, like=node)
+    tags = {"recompute": node.meta["recompute"]} if "recompute" in node.meta else {}
+    return emit(graph, scaled_product_op, left, right, *node.args[2:4], bias, out_dtype, like=node, tags=tags)
 
 
 def _tiled(graph: fx.Graph, node: fx.Node) -> fx.Node:

@@ -115,4 +115,6 @@ class SplitPipeline(Pipeline):
         super().__init__([CallCpuKernels() if rules.target == "cpu" else RelayoutBytes()], key, observer)
 
     def phase(self, graph: fx.Graph) -> str:
-        return "backward" if any(is_backward(node) for node in graph.nodes) else "forward"
+        # Not by the nodes' tags: forward saves values, such as the mask of a relu, that were traced for backward.
+        gradients = (node.name.startswith("tangents") for node in graph.find_nodes(op="placeholder"))
+        return "backward" if any(gradients) else "forward"

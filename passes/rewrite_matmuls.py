@@ -11,7 +11,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from fp8_compile.kernels.quantize import HIGH_PRECISION, WHOLE, quantize_op
 
 from .decide import OperandPlan, Rewrite, Rules, Skip, decide
-from .emit import emit, getitem, inline, value
+from .emit import GEMM, emit, getitem, inline, value
 from .find_matmuls import Matmul, Names, OtherMatmul, find_matmuls, operands_of
 from .graph_pass import GraphPass, PassReport
 from .relayout_bytes import emit_relayout
@@ -41,7 +41,7 @@ class RewriteMatmuls(GraphPass):
     def run(self, graph: fx.Graph) -> PassReport:
         sites = find_matmuls(graph, self.names)
         decisions = [Skip(site.reason) if isinstance(site, OtherMatmul) else decide(site, self.rules) for site in sites]
-        self.rows = [_row(site, decision) for site, decision in zip(sites, decisions)]
+        self.rows += [_row(site, decision) for site, decision in zip(sites, decisions)]  # a graph may have subgraphs
         if self.strict:
             _check_dtypes(sites)
         rewritten = 0
@@ -92,6 +92,7 @@ class _Editor:
             out_dtype=self.written,
             # FP22 accumulation is enough for activations; gradients are summed exactly, as the peers do.
             use_fast_accum=self.site.gemm == "output" and self.rules.needs_k_contiguous,
+            tags={"fp8_kind": GEMM, **_policy(self.site.node)},
         )
         if self.plan.align_n > 1:
             result = self._inline(_first_columns, result, right)
@@ -179,6 +180,11 @@ def untransposed(node: fx.Node) -> tuple[fx.Node, bool]:
             break
         node = node.args[0]  # type: ignore[assignment]
     return node, flipped
+
+
+def _policy(node: fx.Node) -> dict[str, Any]:
+    """What a checkpointing policy says of the matmul holds for the FP8 gemm in its place."""
+    return {"recompute": node.meta["recompute"]} if "recompute" in node.meta else {}
 
 
 def _first_columns(y: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

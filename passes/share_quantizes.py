@@ -41,9 +41,11 @@ class ShareQuantizes(GraphPass):
         for node in list(graph.nodes):
             if node.op != "call_function" or node.target not in SHARED_OPS:
                 continue
-            key = _key(node)
-            kept = first.setdefault(key, node)
-            if kept is not node and _interchangeable(kept, node):
+            key, region = _key(node), node.meta.get("ac_graph_id")
+            # A region shares with itself; what belongs to none (backward) shares with the first there was.
+            kept = first.setdefault((key, region), node) if region is not None else first.get(key, node)
+            first.setdefault(key, node)
+            if kept is not node:
                 node.replace_all_uses_with(kept)
                 graph.erase_node(node)
                 merged += node.target is quantize_op
@@ -62,8 +64,3 @@ def _frozen(item: Any) -> Hashable:
     if isinstance(item, torch.SymInt):
         return str(item)
     return (type(item), item) if isinstance(item, (bool, int, float)) else item
-
-
-def _interchangeable(kept: fx.Node, node: fx.Node) -> bool:
-    """Not across checkpointed regions: what a later region recomputes must not be kept alive by an earlier one."""
-    return kept.meta.get("ac_graph_id") == node.meta.get("ac_graph_id") or "ac_graph_id" not in node.meta

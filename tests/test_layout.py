@@ -21,7 +21,7 @@ ALLOWED = {
     "passes": ("fp8_compile.passes", "fp8_compile.kernels"),
     "kernels": ("fp8_compile.kernels",),
 }
-MOST_LINES = 400
+MOST_LINES, MOST_TEST_LINES = 400, 500  # a test file may be a long table of cases
 
 
 def sources(*folders: str, root: Path = ROOT) -> list[Path]:
@@ -105,7 +105,8 @@ def test_no_file_is_named_after_nothing() -> None:
 
 def test_no_file_is_too_long() -> None:
     lengths = {str(file.relative_to(ROOT)): len(file.read_text().splitlines()) for file in everything()}
-    assert {file: length for file, length in lengths.items() if length > MOST_LINES} == {}
+    most = {file: MOST_TEST_LINES if file.startswith("tests") else MOST_LINES for file in lengths}
+    assert {file: length for file, length in lengths.items() if length > most[file]} == {}
 
 
 def test_every_module_says_what_it_is_about() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from joint_graph import Split, describe, op_name, split
+from joint_graph import Split, describe, op_name, ops, split
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -112,7 +112,7 @@ def test_nothing_is_reduced_twice(target: str) -> None:
     made = mlp(target)
     # Two gradients are new in backward; the scales of inputs and weights come from forward.
     amaxes = [node for node in made.backward.nodes if op_name(node) == "amax"]
-    assert len(amaxes) == 2
+    assert (len(amaxes), ops(made.backward)["reciprocal"]) == (2, 4)
     assert {node.args[0].meta["val"].shape for node in amaxes} == {(16, 128), (16, 256)}
 
 
@@ -129,7 +129,6 @@ def test_a_checkpointed_block_saves_its_input_alone(target: str) -> None:
     assert saved_bytes(made) <= 2 * 16 * 128 + 100
 
 
-@pytest.mark.xfail(raises=AssertionError, reason="the quantizes of a matmul inherit that it must be saved")
 @TARGETS
 def test_selective_checkpointing_that_saves_matmuls_saves_no_quantized_weight(target: str) -> None:
     block = Mlp(nn.functional.silu)

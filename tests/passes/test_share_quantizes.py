@@ -110,7 +110,6 @@ def test_a_checkpointed_region_does_not_read_what_lies_outside() -> None:
     assert made.share() == (0, 2)
 
 
-@pytest.mark.xfail(raises=AssertionError, reason="only the first node of a key is remembered, whatever its region")
 def test_gemms_of_one_region_share_though_another_region_came_first() -> None:
     made = Graph(8, 32)
     made.quantize(made.x, region=1)
