@@ -242,14 +242,21 @@ def test_another_config_gives_other_ids(options: dict[str, Any]) -> None:
     assert plain[0] != other[0] and plain[1] != other[1]
 
 
-def test_other_module_names_give_other_ids() -> None:
+def test_other_names_of_modules_without_parameters_give_other_ids() -> None:
+    """Such a name is in no name of the graph, only in what nodes say of themselves; yet it may be excluded."""
+
+    class Product(nn.Module):
+        def forward(self, x: Tensor, w: Tensor) -> Tensor:
+            return x @ w
+
     class Named(nn.Module):
         def __init__(self, name: str) -> None:
             super().__init__()
-            self.add_module(name, nn.Linear(32, 32))
+            self.w = nn.Parameter(torch.randn(32, 32))
+            self.add_module(name, Product())
 
         def forward(self, x: Tensor) -> Tensor:
-            return next(self.children())(x)
+            return next(self.children())(x, self.w)
 
     assert uuids(Named("gate"))[0] == uuids(Named("gate"))[0]
     assert uuids(Named("gate"))[0] != uuids(Named("router"))[0]

@@ -130,7 +130,7 @@ def test_a_checkpointed_block_saves_its_input_alone(target: str) -> None:
 
 
 @TARGETS
-def test_selective_checkpointing_that_saves_matmuls_saves_no_quantized_weight(target: str) -> None:
+def test_selective_checkpointing_that_saves_matmuls_saves_their_results_and_no_quantized_weight(target: str) -> None:
     block = Mlp(nn.functional.silu)
     matmuls = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
 
@@ -139,6 +139,7 @@ def test_selective_checkpointing_that_saves_matmuls_saves_no_quantized_weight(ta
 
     made = split(region, given(), target=target)
     assert len(made.report.rewritten) == 6
+    assert {"bf16[16, 256]", "bf16[16, 128]"} <= set(made.saved_activations)
     assert not {"e4m3[256, 128]", "e4m3[128, 256]"} & set(made.saved_activations)
 
 
