@@ -29,7 +29,8 @@ INHERITED = (
     "fp8_gemm",
 )
 GEMM = "gemm"  # meta["fp8_kind"] of an FP8 gemm of ours; a model may have its own
-# Cheap to make again and large: never saved for backward.
+# For what is made for gemms alone, cheap to make again and large: backward makes it anew. What only a forward gemm
+# reads must not have this tag: the partitioner would keep its source for backward.
 NEVER_SAVED = {"recompute": CheckpointPolicy.MUST_RECOMPUTE}
 
 
