@@ -56,7 +56,9 @@ class Variant:
         return 1e3 * statistics.median(self.times)
 
 
-def make_variants(make_model: Callable[[], nn.Module], batch: tuple[torch.Tensor, ...], recipes: list[str]) -> list[Variant]:
+def make_variants(
+    make_model: Callable[[], nn.Module], batch: tuple[torch.Tensor, ...], recipes: list[str]
+) -> list[Variant]:
     variants = [Variant("inductor fp32", make_model(), batch)]
     variants.append(Variant("torchao tensorwise, emulated", torchao_emulated(make_model()), batch))
     for recipe in recipes:
@@ -111,10 +113,15 @@ def main() -> None:
     if arguments.json:
         print(json.dumps(rows, indent=2))
         return
-    print(f"byte LM, {arguments.layers} layers, d={arguments.width}, {arguments.tokens} tokens, {torch.get_num_threads()} threads")
+    size = f"{arguments.layers} layers, d={arguments.width}, {arguments.tokens} tokens"
+    print(f"byte LM, {size}, {torch.get_num_threads()} threads")
     print(f"{'variant':30} {'step ms':>8} {'ratio':>6} {'compile s':>10} {'ratio':>6} {'loss':>8}")
     for row in rows:
-        print("{variant:30} {step_ms:8.1f} {step_ratio:6.2f} {compile_s:10.1f} {compile_ratio:6.2f} {loss:8.4f}".format(**row))
+        print(
+            "{variant:30} {step_ms:8.1f} {step_ratio:6.2f} {compile_s:10.1f} {compile_ratio:6.2f} {loss:8.4f}".format(
+                **row
+            )
+        )
 
 
 if __name__ == "__main__":

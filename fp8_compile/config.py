@@ -201,7 +201,9 @@ def _default(name: str) -> Any:
 
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        raise ValueError(f"{name}={value!r} is unknown{_nearest(str(value), choices)}; expected one of: {', '.join(choices)}")
+        raise ValueError(
+            f"{name}={value!r} is unknown{_nearest(str(value), choices)}; expected one of: {', '.join(choices)}"
+        )
 
 
 def _nearest(name: str, known: Any) -> str:

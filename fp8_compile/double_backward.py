@@ -15,7 +15,9 @@ def reject_double_backward(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
     def forward(*args: Any) -> Any:
         outputs = compiled(*args)
-        nodes = {output.grad_fn for output in outputs if isinstance(output, torch.Tensor) and output.grad_fn is not None}
+        nodes = {
+            output.grad_fn for output in outputs if isinstance(output, torch.Tensor) and output.grad_fn is not None
+        }
         for node in nodes:
             node.register_prehook(_check)
         return outputs

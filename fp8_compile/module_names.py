@@ -14,7 +14,6 @@ import re
 import sys
 from typing import Any, Iterable, Iterator, Sequence
 
-import torch
 from torch import fx, nn
 from torch._dynamo.eval_frame import OptimizedModule
 

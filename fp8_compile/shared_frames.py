@@ -20,7 +20,9 @@ def keep_apart(selection: Selection) -> None:
     root = compiled_root()
     if module is None or root is None or module is root:
         return
-    treatments = {_treatment(name, other, selection) for name, other in root.named_modules() if type(other) is type(module)}
+    treatments = {
+        _treatment(name, other, selection) for name, other in root.named_modules() if type(other) is type(module)
+    }
     if len(treatments) > 1:
         install_guard(LocalSource(variable, is_input=True).make_guard(GuardBuilder.ID_MATCH))
 

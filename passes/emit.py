@@ -112,4 +112,6 @@ def fake_mode(node: fx.Node) -> Any:
 
 
 def _tensors(node: fx.Node) -> Sequence[Any]:
-    return [other.meta["val"] for other in (node, *node.all_input_nodes) if isinstance(other.meta.get("val"), torch.Tensor)]
+    return [
+        other.meta["val"] for other in (node, *node.all_input_nodes) if isinstance(other.meta.get("val"), torch.Tensor)
+    ]

@@ -40,7 +40,7 @@ class Origin(enum.IntFlag):
         return bool(self & Origin.PARAMETER) and not self & (Origin.INPUT | Origin.GRADIENT)
 
 
-class Role(str, enum.Enum):
+class Role(enum.StrEnum):
     INPUT = "input"
     WEIGHT = "weight"
     GRAD_OUTPUT = "grad_output"

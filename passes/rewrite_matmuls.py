@@ -225,4 +225,6 @@ def _row(site: Matmul | OtherMatmul, decision: Rewrite | Skip) -> Row:
         return Row(site.module, site.gemm, shape, SKIPPED, decision.reason, site.op, weight)
     assert isinstance(site, Matmul)
     formats = (str(decision.left.format), str(decision.right.format))
-    return Row(site.module, site.gemm, shape, REWRITTEN, decision.reason, site.op, next(iter(site.weights), ""), formats)
+    return Row(
+        site.module, site.gemm, shape, REWRITTEN, decision.reason, site.op, next(iter(site.weights), ""), formats
+    )

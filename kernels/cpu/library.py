@@ -20,7 +20,17 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 SOURCE = pathlib.Path(__file__).with_name("fp8_cast.cpp")
 # No contraction and no fast-math: the rounding tricks rely on every operation rounding by itself.
-FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-trapping-math", "-fno-math-errno", "-fopenmp", "-fPIC", "-shared", "-std=c++17")
+FLAGS = (
+    "-O3",
+    "-march=native",
+    "-ffp-contract=off",
+    "-fno-trapping-math",
+    "-fno-math-errno",
+    "-fopenmp",
+    "-fPIC",
+    "-shared",
+    "-std=c++17",
+)
 
 
 @functools.cache

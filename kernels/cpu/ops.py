@@ -113,7 +113,9 @@ def _fake_scales(x: Tensor, dtype: torch.dtype, block: list[int]) -> tuple[Tenso
 
 
 scales_op = _define(
-    "scales(Tensor x, ScalarType dtype, int[2] block) -> (Tensor quant_scale, Tensor dequant_scale)", scales, _fake_scales
+    "scales(Tensor x, ScalarType dtype, int[2] block) -> (Tensor quant_scale, Tensor dequant_scale)",
+    scales,
+    _fake_scales,
 )
 cast_op = _define(
     "cast(Tensor x, Tensor quant_scale, ScalarType dtype, int[2] block) -> Tensor",

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from transformers import (

@@ -16,12 +16,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from fp8_compile import Backend, Config
-from fp8_compile.backend import compile_graph
-from fp8_compile.explain import run_uncompiled
 from fp8_reference import LinearLayer, Noise
 from torch import nn
 from uncompiled import NO_CACHE, UncompiledBackend
+
+from fp8_compile import Backend, Config
+from fp8_compile.backend import compile_graph
+from fp8_compile.explain import run_uncompiled
 
 RECIPES = ["tensorwise", "rowwise", "blockwise"]
 each_recipe = pytest.mark.parametrize("recipe", RECIPES)

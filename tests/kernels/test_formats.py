@@ -6,6 +6,7 @@ import fp8_reference as reference
 import numpy as np
 import pytest
 import torch
+
 from fp8_compile.kernels.formats import BY_DTYPE, BY_NAME, format_of
 
 each_format = pytest.mark.parametrize("expected", reference.FORMATS, ids=lambda format: format.name)

@@ -9,6 +9,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
+
 from fp8_compile.kernels.cpu.ops import cast_op, decode_op, round_op, scales_op
 from fp8_compile.kernels.quantize import block_amax, dequantize, quantize, quantize_op, spread
 

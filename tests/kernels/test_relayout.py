@@ -8,6 +8,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
+
 from fp8_compile.kernels.relayout import relayout, relayout_op
 
 dtypes = [format.dtype for format in reference.FORMATS]

@@ -8,6 +8,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
+
 from fp8_compile.kernels.formats import Format, format_of
 from fp8_compile.kernels.round_to_fp8 import round_to_fp8
 

@@ -8,6 +8,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
+
 from fp8_compile.kernels.cpu.ops import scaled_product_op
 from fp8_compile.kernels.quantize import quantize
 from fp8_compile.kernels.scaled_mm import scaled_mm

@@ -13,7 +13,9 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 TARGETS = pytest.mark.parametrize("target", ["cpu", "cuda:90"])
 BF16 = torch.bfloat16
-TILES = pytest.mark.xfail(raises=AssertionError, reason="with tiles, an upcast that only forward reads is tagged with the other one")
+TILES = pytest.mark.xfail(
+    raises=AssertionError, reason="with tiles, an upcast that only forward reads is tagged with the other one"
+)
 
 
 class Mlp(nn.Module):

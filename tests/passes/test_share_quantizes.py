@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from joint_graph import apply, joint_graph, make, op_name, ops, random_inputs, run, run_passes
 from torch import Tensor, fx, nn

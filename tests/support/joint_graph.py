@@ -302,7 +302,8 @@ def assert_numbers(
         results = [result.double() for result in run(step.graph, inputs)]
         for at, (result, wanted) in enumerate(zip(results, expected, strict=True)):
             close = torch.testing.assert_close
-            close(result, wanted, rtol=tolerance, atol=tolerance, msg=lambda text: f"{step.name}, result {at}: {text}")
+            where = f"{step.name}, result {at}"
+            close(result, wanted, rtol=tolerance, atol=tolerance, msg=lambda text, where=where: f"{where}: {text}")
 
 
 def render(graph: fx.Graph, only: Callable[[fx.Node], bool] | None = None) -> str:

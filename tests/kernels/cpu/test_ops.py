@@ -57,7 +57,9 @@ def test_scales_bytes_and_rounded_values_are_those_of_the_formula(shape, dtype, 
     st.integers(1, 40), st.integers(1, 300), st.sampled_from(DTYPES), st.sampled_from(FORMATS), st.sampled_from(BLOCKS),
     st.sampled_from([math.inf, -math.inf, math.nan, 0.0]), st.integers(0, 10**6),
 )  # fmt: skip
-def test_one_special_value_anywhere_is_treated_as_by_the_formula(rows, cols, dtype, format, block, special, seed) -> None:
+def test_one_special_value_anywhere_is_treated_as_by_the_formula(
+    rows, cols, dtype, format, block, special, seed
+) -> None:
     x = wide(rows, cols, dtype, seed)
     x.view(-1)[seed % x.numel()] = special
     check(x, format, block)
