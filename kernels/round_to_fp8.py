@@ -1,9 +1,8 @@
-"""Round FP32 values to FP8 values without leaving FP32: the CPU's way to an exact FP8 gemm.
+"""Round FP32 values to FP8 values without leaving FP32: the reference of ``round`` in ``kernels/cpu``.
 
-    round_to_fp8(x) == x.to(fp8).to(float32)      for |x| <= max of the format; NaN stays NaN
+    round_to_fp8(x) == x.to(fp8).to(float32)      for |x| <= max of the format; NaN stays NaN, -0 may become 0
 
-A cast to FP8 and back is scalar code on CPUs without AVX-512 (3.5 ns an element, measured with Inductor on
-AVX2); these five FP32 operations run at the memory's speed (0.3 ns) and give the same bits.
+Compilers vectorise these few FP32 operations everywhere; a cast to FP8 and back is scalar code on CPUs without AVX-512.
 """
 
 from __future__ import annotations
