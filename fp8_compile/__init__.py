@@ -8,7 +8,8 @@ from .backend import Backend  # noqa: E402  (the guard must come before anything
 from .config import Config  # noqa: E402
 from .explain import explain  # noqa: E402
 from .report import Report  # noqa: E402
+from .scaling_state import ScalingState, scaling_state  # noqa: E402
 from .target import Target  # noqa: E402
 
-__all__ = ["Backend", "Config", "Report", "Target", "explain"]
+__all__ = ["Backend", "Config", "Report", "ScalingState", "Target", "explain", "scaling_state"]
 __version__ = "0.1.0"

@@ -6,6 +6,7 @@ its joint graph; a report says what was done.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import pathlib
@@ -18,17 +19,21 @@ from torch._inductor import list_mode_options
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import get_custom_graph_passes, get_hash_for_files
 
+from . import delayed as delayed_state
 from .config import Config
 from .double_backward import reject_double_backward
 from .fast_paths import open_fast_paths
 from .module_names import ModuleNames, Selection
 from .passes.decide import Rules
+from .passes.delay_scales import DelayScales
 from .passes.find_matmuls import Role
 from .passes.pipeline import JointPipeline, SplitPipeline
 from .report import Report
 from .report_cache import ReportCache
-from .shared_frames import keep_apart
+from .scaling_state import GraphPool
+from .shared_frames import keep_apart, keep_each_apart
 from .target import Target
+from .uncompiled import NO_CACHE, run_uncompiled
 
 if TYPE_CHECKING:
     from .dump import GraphDump
@@ -89,32 +94,94 @@ def compile_graph(
     """Compile one graph with our passes and say what they did. ``explain`` passes an ``inner_compile`` that does
     not compile, and ``strict=False`` to get a report where a user of FP8 would get an error."""
     open_fast_paths(gm)
-    target = config.target or Target.of_device(_device(example_inputs))
+    device = _device(example_inputs)
+    target = config.target or Target.of_device(device)
     names = ModuleNames.of_graph(gm)
     selection = Selection(config.include, config.exclude)
     selection.check(names.known)
-    keep_apart(selection)
+    delayed = config.recipe == "delayed"
+    keep_each_apart() if delayed else keep_apart(selection)
     folder = config.dump or os.environ.get("FP8_COMPILE_DUMP")
-    dump = _new_dump(folder) if folder else None
+    graph = _Graph(
+        gm,
+        example_inputs,
+        config,
+        make_rules(config, target, selection),
+        names,
+        strict,
+        {**(list_mode_options(mode) if mode else {}), **config.inductor},
+        delayed_state.open_pool(gm, config, make_rules(config, target, selection), device) if delayed else None,
+    )
+    while True:
+        try:
+            return graph.compile(inner_compile, _new_dump(folder) if folder else None)
+        except delayed_state.PoolFull as full:
+            delayed_state.make_room(graph.pool, full, config, graph.rules, device)  # type: ignore[arg-type]
 
-    key = repr((SOURCE_HASH, config.fingerprint(), str(target), names.fingerprint(gm)))
-    stored = ReportCache.entry(gm, example_inputs, key)
-    rules = make_rules(config, target, selection)
-    joint = JointPipeline(rules, names, stored.key, dump, strict=strict)
-    split = SplitPipeline(rules, stored.key, dump)
-    patches = {**(list_mode_options(mode) if mode else {}), **config.inductor}
-    patches["joint_custom_pre_pass"] = _with_users("joint_custom_pre_pass", joint, patches)
-    patches["post_grad_custom_pre_pass"] = _with_users("post_grad_custom_pre_pass", split, patches)
-    compiled = compile_fx(gm, list(example_inputs), inner_compile=inner_compile, config_patches=patches)
 
-    if joint.ran:
-        report = Report(tuple(joint.rows), config.recipe, str(target), cache="off" if dump else "miss")
-        stored.write(report)
-    else:
-        report = stored.read()
-    if dump:
-        dump.write_report(report)
-    return compiled, report
+@dataclasses.dataclass
+class _Graph:
+    """One graph on its way through Inductor."""
+
+    gm: fx.GraphModule
+    example_inputs: Sequence[Any]
+    config: Config
+    rules: Rules
+    names: ModuleNames
+    strict: bool
+    patches: dict[str, Any]
+    pool: GraphPool | None
+
+    def compile(
+        self, inner_compile: Callable[..., Any], dump: GraphDump | None
+    ) -> tuple[Callable[..., Any], Report]:
+        config, pool = self.config, self.pool
+        looks_first = self.rules.target == "cpu"
+        state = pool.fingerprint if pool else None
+        key = repr((SOURCE_HASH, config.fingerprint(), self.rules.target, self.names.fingerprint(self.gm), state))
+        stored = ReportCache.entry(self.gm, self.example_inputs, key)
+        if pool:
+            delayed_state.attach_state(self.gm, pool, stats=config.stats)
+        joint = self._joint_pipeline(stored.key, dump, look_first=looks_first)
+        split = SplitPipeline(self.rules, stored.key, dump)
+        compiled = self._compile_fx(joint, split, self.patches, inner_compile)
+
+        if joint.ran:
+            report = Report(tuple(joint.rows), config.recipe, self.rules.target, cache="off" if dump else "miss")
+            stored.write(report, pool.to_list() if pool else [])
+        else:
+            report = stored.read()
+            if pool:
+                pool.adopt(stored.slots)
+        if dump:
+            dump.write_report(report)
+        if pool and pool.places and not looks_first:
+            compiled = delayed_state.LookFirst(compiled, self._compile_looking(), pool)
+        return compiled, report
+
+    def _compile_looking(self) -> Callable[..., Any]:
+        """The graph uncompiled, scaling each tensor that has no history by its own amax."""
+        joint = self._joint_pipeline("uncompiled", None, look_first=True)
+        return self._compile_fx(joint, None, {**self.patches, **NO_CACHE}, run_uncompiled)
+
+    def _joint_pipeline(self, key: str, dump: GraphDump | None, *, look_first: bool) -> JointPipeline:
+        delay = None
+        if self.pool:
+            rule = delayed_state.update_rule(self.config)
+            delay = DelayScales(self.pool, rule, look_first=look_first, stats=self.config.stats)
+        return JointPipeline(self.rules, self.names, key, dump, delay=delay, strict=self.strict)
+
+    def _compile_fx(
+        self,
+        joint: JointPipeline,
+        split: SplitPipeline | None,
+        patches: dict[str, Any],
+        inner_compile: Callable[..., Any],
+    ) -> Callable[..., Any]:
+        ours = {"joint_custom_pre_pass": joint, **({"post_grad_custom_pre_pass": split} if split else {})}
+        ours = {field: _with_users(field, one, patches) for field, one in ours.items()}
+        inputs = list(self.example_inputs)
+        return compile_fx(self.gm, inputs, inner_compile=inner_compile, config_patches={**patches, **ours})
 
 
 def make_rules(config: Config, target: Target, selection: Selection) -> Rules:
@@ -132,7 +199,7 @@ def make_rules(config: Config, target: Target, selection: Selection) -> Rules:
         alignment=target.alignment,
         needs_k_contiguous=target.needs_k_contiguous,
         e5m2_by_e5m2=target.e5m2_by_e5m2,
-        only_output=None if config.recipe == "tensorwise" else target.rowwise_output,
+        only_output=target.rowwise_output if config.recipe in ("rowwise", "blockwise") else None,
     )
 
 

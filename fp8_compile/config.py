@@ -13,8 +13,7 @@ from torch._inductor import config as inductor_config
 
 from .target import Target
 
-RECIPES = ("tensorwise", "rowwise", "blockwise")
-PLANNED_RECIPES = ("delayed",)
+RECIPES = ("delayed", "tensorwise", "rowwise", "blockwise")
 FORMATS = ("e4m3", "e5m2")
 AMAX_ALGORITHMS = ("max", "most_recent", "p99")
 # Gradients span more orders of magnitude than a whole tensor's E4M3 holds; a row or a block spans fewer.
@@ -32,7 +31,7 @@ class Config:
     ``include`` other than ``"*"`` names them.
     """
 
-    recipe: str = "tensorwise"
+    recipe: str = "delayed"
     exclude: tuple[str, ...] = ()
     include: tuple[str, ...] = ("*",)
     forward_format: str = "e4m3"
@@ -104,7 +103,7 @@ class Config:
             put("target", Target.parse(self.target))
 
     def _check_choices(self) -> None:
-        _check_choice("recipe", self.recipe, RECIPES + PLANNED_RECIPES)
+        _check_choice("recipe", self.recipe, RECIPES)
         if self.backward_format is None:
             object.__setattr__(self, "backward_format", BACKWARD_FORMATS[self.recipe])
         _check_choice("forward_format", self.forward_format, FORMATS)
@@ -151,16 +150,13 @@ class Config:
 
     def _check_planned(self) -> None:
         planned = []
-        if self.recipe in PLANNED_RECIPES:
-            planned.append(f"recipe={self.recipe!r}")
         if self.stochastic_rounding:
             planned.append("stochastic_rounding=True")
         if self.loss_scale is not None:
             planned.append(f"loss_scale={self.loss_scale!r}")
         if planned:
             raise ValueError(
-                f"{', '.join(planned)} is not in this version of fp8_compile yet; "
-                f"expected a recipe of {', '.join(RECIPES)} with the other options at their defaults"
+                f"{', '.join(planned)} is not in this version of fp8_compile yet; leave it at its default"
             )
 
 

@@ -8,7 +8,6 @@ from typing import Any, Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import fx, nn
-from torch._functorch.aot_autograd import make_boxed_func
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._pytree import tree_leaves
@@ -16,11 +15,9 @@ from torch.utils._pytree import tree_leaves
 from .backend import compile_graph
 from .config import Config
 from .report import Report, merge
+from .uncompiled import NO_CACHE, run_uncompiled
 
 log = logging.getLogger("fp8_compile")
-
-# Nothing is generated, so nothing may come from or go to a cache.
-NO_CACHE = {"fx_graph_cache": False, "fx_graph_remote_cache": False, "force_disable_caches": True}
 
 
 def explain(
@@ -76,11 +73,6 @@ def _trace(module: Any, args: Sequence[Any], kwargs: dict[str, Any], config: Con
     with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
         torch.compile(module, backend=backend, isolate_recompiles=True)(*args, **kwargs)
     return reports
-
-
-def run_uncompiled(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
-    """An ``inner_compile`` for Inductor that interprets the graph."""
-    return make_boxed_func(gm.forward)
 
 
 def _tensors(module: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:

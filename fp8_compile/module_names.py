@@ -146,6 +146,18 @@ def compiled_root() -> nn.Module | None:
     return None
 
 
+def single_module() -> nn.Module | None:
+    """The module of a model that is being compiled, or the only one that a compiled function can see."""
+    roots = _roots()
+    return roots[0][1] if len(roots) == 1 else None
+
+
+def frame_code() -> Any:
+    """The code object of the frame that Dynamo is compiling."""
+    tx = _translator()
+    return tx.f_code if tx is not None else None
+
+
 def _roots() -> list[tuple[str, nn.Module]]:
     """(prefix, module): the compiled module; for a compiled function, the modules it can see."""
     root = compiled_root()

@@ -67,7 +67,7 @@ class Report:
             (row.module or "(root)", row.gemm, "x".join(map(str, row.shape)), row.decision, row.reason)
             for row in self.rows
         ]
-        table = _align([header, *cells])
+        table = align([header, *cells])
         table.insert(1, "-" * max(len(line) for line in table))
         return "\n".join([*table, self.summary()])
 
@@ -91,6 +91,7 @@ def _reasons_by_module(rows: Iterable[Row]) -> list[tuple[str, str]]:
     ]
 
 
-def _align(rows: Sequence[Sequence[str]]) -> list[str]:
+def align(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table with its columns under each other."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]

@@ -47,9 +47,15 @@ class ReportCache:
         assert self.stored is not None, "Inductor's cache knew a graph whose report we never wrote"
         return dataclasses.replace(Report.from_dict(self.stored["report"]), cache="hit")
 
-    def write(self, report: Report) -> None:
+    @property
+    def slots(self) -> list[Any]:
+        """Where the code keeps its scaling state; see ``GraphPool.to_list``."""
+        assert self.stored is not None
+        return self.stored["slots"]
+
+    def write(self, report: Report, slots: list[Any]) -> None:
         """Best effort: without it the next process compiles again."""
-        data = {"word": self.word, "report": report.to_dict()}
+        data = {"word": self.word, "report": report.to_dict(), "slots": slots}
         with contextlib.suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile("w", dir=self.path.parent, delete=False) as file:
@@ -61,7 +67,7 @@ def _load(path: pathlib.Path) -> dict[str, Any] | None:
     try:
         data = json.loads(path.read_text())
         Report.from_dict(data["report"])
-        return data if isinstance(data["word"], str) else None
+        return data if isinstance(data["word"], str) and isinstance(data["slots"], list) else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

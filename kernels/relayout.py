@@ -4,7 +4,7 @@
 
 R' and C' are the next multiples of ``row_multiple`` and ``col_multiple``.
 
-Inductor writes the kernel, fused with the cast that makes q. The lowering here differs from ``permute`` and
+Inductor writes the kernel, fused with the cast that makes q unless the copy is to be ``separate``. The lowering here differs from ``permute`` and
 ``constant_pad_nd`` in two ways:
 
 - bytes are moved as integers: Triton may miscompile a transposed store of FP8 values (rare NaNs, triton#11111);
@@ -18,8 +18,12 @@ import torch
 from torch._inductor.ir import ExternKernel
 from torch._inductor.lowering import clone, constant_pad_nd, permute, register_lowering, to_dtype_bitcast
 
+from torch._inductor.virtualized import V
 
-def relayout(q: torch.Tensor, transposed: bool, row_multiple: int, col_multiple: int) -> torch.Tensor:
+
+def relayout(
+    q: torch.Tensor, transposed: bool, row_multiple: int, col_multiple: int, separate: bool = False
+) -> torch.Tensor:
     """The formula above in plain PyTorch."""
     moved = q.view(torch.uint8)
     if transposed:
@@ -30,24 +34,33 @@ def relayout(q: torch.Tensor, transposed: bool, row_multiple: int, col_multiple:
     return moved.clone(memory_format=torch.contiguous_format).view(q.dtype)
 
 
-def _fake(q: torch.Tensor, transposed: bool, row_multiple: int, col_multiple: int) -> torch.Tensor:
+def _fake(
+    q: torch.Tensor, transposed: bool, row_multiple: int, col_multiple: int, separate: bool = False
+) -> torch.Tensor:
     rows, cols = (q.shape[1], q.shape[0]) if transposed else (q.shape[0], q.shape[1])
     return q.new_empty((rows + -rows % row_multiple, cols + -cols % col_multiple))
 
 
 _library = torch.library.Library("fp8_compile", "FRAGMENT")
-_library.define("relayout(Tensor q, bool transposed, int row_multiple, int col_multiple) -> Tensor")
+_library.define(
+    "relayout(Tensor q, bool transposed, int row_multiple, int col_multiple, bool separate=False) -> Tensor"
+)
 _library.impl("relayout", relayout, "CompositeExplicitAutograd")
 torch.library.register_fake("fp8_compile::relayout", _fake, lib=_library)
 relayout_op = torch.ops.fp8_compile.relayout.default
 
 
 @register_lowering(relayout_op, type_promotion_kind=None)
-def _lowering(q, transposed, row_multiple, col_multiple):  # type: ignore[no-untyped-def]
+def _lowering(q, transposed, row_multiple, col_multiple, separate=False):  # type: ignore[no-untyped-def]
+    if separate:
+        q = ExternKernel.realize_input(q)
     moved = to_dtype_bitcast(q, torch.uint8)
     if transposed:
         moved = permute(moved, [1, 0])
     if row_multiple > 1 or col_multiple > 1:
         rows, cols = moved.get_size()
         moved = constant_pad_nd(moved, [0, -cols % col_multiple, 0, -rows % row_multiple], 0)
-    return to_dtype_bitcast(ExternKernel.require_contiguous(clone(moved)), q.get_dtype())
+    copy = ExternKernel.require_contiguous(clone(moved))
+    if separate:
+        V.graph.no_fuse_buffer_names.add(copy.get_name())
+    return to_dtype_bitcast(copy, q.get_dtype())

@@ -22,6 +22,7 @@ TILE = 128
 
 Block = tuple[int, int]  # rows x contraction, as seen by the gemm; see kernels/quantize.py
 BLOCKS: dict[str, dict[Role, Block]] = {
+    "delayed": {role: (WHOLE, WHOLE) for role in Role},
     "tensorwise": {role: (WHOLE, WHOLE) for role in Role},
     "rowwise": {role: (1, WHOLE) for role in Role},
     "blockwise": {Role.INPUT: (1, TILE), Role.GRAD_OUTPUT: (1, TILE), Role.WEIGHT: (TILE, TILE)},
@@ -136,7 +137,7 @@ def _size_reason(site: Matmul, rules: Rules) -> str | None:
     for name, size in named.items():
         if isinstance(size, int) and size < rules.min_dim:
             return f"{name}={size} is below min_dim={rules.min_dim}"
-    if free_unbacked_symbols([m, n, k]) and (rules.alignment > 1 or rules.recipe != "tensorwise"):
+    if free_unbacked_symbols([m, n, k]) and (rules.alignment > 1 or rules.recipe in ("rowwise", "blockwise")):
         return "a size is known only when it runs"
     return None
 

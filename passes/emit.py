@@ -12,10 +12,14 @@ from typing import Any, Callable, Mapping, Sequence
 import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
+from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_mutation
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.node import map_arg
+from torch.fx.node import has_side_effect, map_arg
 from torch.utils.checkpoint import CheckpointPolicy
+
+# Or a launch, which has no result to be used, would be taken for dead code.
+has_side_effect(triton_kernel_wrapper_mutation)
 
 # Not "partitioner_tag": where a node runs follows from what it reads.
 INHERITED = (
@@ -94,6 +98,32 @@ def _add(
         del node.meta["recompute"]  # meant for the matmul, not for what is made on the way to it
     node.meta.update(tags or {}, val=result)
     return node
+
+
+def call_triton(
+    graph: fx.Graph,
+    kernel: Any,
+    grid: tuple[Any, ...],
+    tensors: Mapping[str, fx.Node],
+    scalars: Mapping[str, Any],
+    *,
+    like: fx.Node,
+) -> fx.Node:
+    """Add the launch of a Triton kernel that writes to some of ``tensors``, once the graph is split."""
+    constants = {name: item for name, item in scalars.items() if not isinstance(item, torch.SymInt | fx.Node)}
+    kwargs = {
+        "kernel_idx": kernel_side_table.add_kernel(kernel),
+        "constant_args_idx": kernel_side_table.add_constant_args(constants),
+        "grid": [grid],
+        "tma_descriptor_metadata": {},
+        "kwargs": {**tensors, **{name: item for name, item in scalars.items() if name not in constants}},
+    }
+    return _add(graph, triton_kernel_wrapper_mutation, (), kwargs, None, like, None)
+
+
+def first_call(graph: fx.Graph) -> fx.Node:
+    """The node behind the placeholders."""
+    return next(node for node in graph.nodes if node.op != "placeholder")
 
 
 def getitem(graph: fx.Graph, node: fx.Node, index: int) -> fx.Node:

@@ -9,6 +9,7 @@ Nothing is edited here.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import enum
 import functools
@@ -82,6 +83,7 @@ class Matmul:
     beta: float = 1.0
     weights: tuple[str, ...] = ()  # dotted names of the parameters that the weight is made of, tied names too
     forward: Matmul | None = None  # of a backward matmul: the matmul it belongs to
+    ordinal: int = 0  # how many matmuls its module did before, in forward; of a backward matmul, its forward's
 
     @property
     def batched(self) -> bool:
@@ -151,12 +153,13 @@ def find_matmuls(graph: fx.Graph, names: Names) -> list[Matmul | OtherMatmul]:
     values = _trace_origins(graph, names)
     found: list[Matmul | OtherMatmul] = []
     forward_by_seq: dict[int, list[Matmul]] = {}
+    done: collections.Counter[tuple[str, Gemm]] = collections.Counter()
     for node in graph.nodes:
         if node.op != "call_function":
             continue
         module = names.module_of(node)
         if node.target in MATMUL_OPS:
-            site = _matmul(node, module, values, forward_by_seq)
+            site = _with_ordinal(_matmul(node, module, values, forward_by_seq), done)
             if not is_backward(node) and "seq_nr" in node.meta:
                 forward_by_seq.setdefault(node.meta["seq_nr"], []).append(site)
             found.append(site)
@@ -232,6 +235,14 @@ def _matmul(
         weights=weights or (forward.weights if forward else ()),
         forward=forward,
     )
+
+
+def _with_ordinal(site: Matmul, done: collections.Counter[tuple[str, Gemm]]) -> Matmul:
+    if site.forward is not None:
+        return dataclasses.replace(site, ordinal=site.forward.ordinal)
+    key = site.module, site.gemm
+    done[key] += 1
+    return dataclasses.replace(site, ordinal=done[key] - 1)
 
 
 def operands_of(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:

@@ -15,6 +15,7 @@ from fp8_compile import kernels
 
 from .call_cpu_kernels import CallCpuKernels
 from .decide import Rules
+from .delay_scales import DelayScales
 from .find_matmuls import Names, is_backward
 from .graph_pass import GraphPass
 from .lower_quantizes import LowerQuantizes
@@ -23,6 +24,7 @@ from .relayout_bytes import RelayoutBytes
 from .rewrite_matmuls import RewriteMatmuls
 from .row import Row
 from .share_quantizes import ShareQuantizes
+from .update_in_place import UpdateInPlace
 
 log = logging.getLogger("fp8_compile.passes")
 
@@ -84,14 +86,21 @@ class Pipeline(CustomGraphPass):
 
 
 class JointPipeline(Pipeline):
-    """find matmuls -> decide -> rewrite -> share quantizes -> lower quantizes -> lower for the target."""
+    """find matmuls -> decide -> rewrite -> share quantizes -> delay scales -> lower quantizes -> lower for the target."""
 
     def __init__(
-        self, rules: Rules, names: Names, key: str, observer: Observer | None = None, *, strict: bool = True
+        self,
+        rules: Rules,
+        names: Names,
+        key: str,
+        observer: Observer | None = None,
+        *,
+        delay: DelayScales | None = None,
+        strict: bool = True,
     ) -> None:
         self.rewrite = RewriteMatmuls(rules, names, strict=strict)
         self.ran = False
-        passes: list[GraphPass] = [self.rewrite, ShareQuantizes(), LowerQuantizes()]
+        passes: list[GraphPass] = [self.rewrite, ShareQuantizes(), *([delay] if delay else []), LowerQuantizes()]
         if rules.target == "cpu":
             passes.append(LowerScaledMmForCpu())
         super().__init__(passes, key, observer)
@@ -112,7 +121,8 @@ class SplitPipeline(Pipeline):
     """What is better done when it is known which tensors are saved for backward."""
 
     def __init__(self, rules: Rules, key: str, observer: Observer | None = None) -> None:
-        super().__init__([CallCpuKernels() if rules.target == "cpu" else RelayoutBytes()], key, observer)
+        for_target = CallCpuKernels() if rules.target == "cpu" else RelayoutBytes()
+        super().__init__([for_target, UpdateInPlace()], key, observer)
 
     def phase(self, graph: fx.Graph) -> str:
         # Not by the nodes' tags: forward saves values, such as the mask of a relu, that were traced for backward.

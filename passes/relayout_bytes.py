@@ -4,31 +4,79 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8_compile.kernels.relayout import relayout, relayout_op
 
 from .emit import NEVER_SAVED, emit, inline
+from .find_matmuls import root_of
 from .graph_pass import GraphPass, PassReport
 
 KIND = "relayout"
+MOST_SOURCES = 64  # how far back to look for where a tensor comes from
 
 
 def emit_relayout(
-    graph: fx.Graph, q: fx.Node, transposed: bool, row_multiple: int, col_multiple: int, *, like: fx.Node
+    graph: fx.Graph,
+    q: fx.Node,
+    transposed: bool,
+    row_multiple: int,
+    col_multiple: int,
+    *,
+    like: fx.Node,
+    saved: bool = False,
 ) -> fx.Node:
     """The copy as plain ops, marked. Before the graph is split it must be made of ops that the partitioner knows
-    to be cheap, or it would save the copy, or q, where it could compute them again from what is saved anyway."""
+    to be cheap, or it would save the copy, or q, where it could compute them again from what is saved anyway.
+    ``saved``: forward makes the copy, where it has q at hand, and saves it instead of q."""
     arguments: tuple[Any, ...] = (transposed, row_multiple, col_multiple)
-    tags = {"fp8_kind": KIND, "fp8_relayout": arguments, **NEVER_SAVED}
-    return inline(graph, relayout, q, *arguments, like=like, tags=tags)
+    tags = {"fp8_kind": KIND, "fp8_relayout": arguments}
+    copy: fx.Node = inline(graph, relayout, q, *arguments, like=like, tags=tags if saved else {**tags, **NEVER_SAVED})
+    if saved:
+        copy.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    return copy
+
+
+def saved_relayouts(graph: fx.Graph) -> list[fx.Node]:
+    """The copies that forward is to save."""
+    nodes = (node for node in graph.nodes if _is_ours(node))
+    return [node for node in nodes if node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE]
+
+
+def made_by_reduction(node: fx.Node) -> bool:
+    """Whether a node is computed, element by element, from a reduction of its own row: a norm's output is."""
+    return any(torch.Tag.reduction in _op_tags(one) for one in _pointwise_sources(node))
+
+
+def made_pointwise(node: fx.Node) -> bool:
+    """Whether a node is computed element by element from tensors that are in memory: an activation's output is."""
+    sources = _pointwise_sources(node)
+    return len(sources) > 1 and not made_by_reduction(node)
+
+
+def _pointwise_sources(node: fx.Node) -> list[fx.Node]:
+    """A node, without its views and casts, and the nodes it is computed from element by element."""
+    found: dict[fx.Node, None] = {root_of(node): None}
+    for one in (pending := list(found)):
+        if torch.Tag.pointwise not in _op_tags(one) or len(found) > MOST_SOURCES:
+            continue
+        new = [source for arg in one.all_input_nodes if (source := root_of(arg)) not in found]
+        found.update(dict.fromkeys(new))
+        pending += new
+    return list(found)
+
+
+def _op_tags(node: fx.Node) -> Any:
+    return getattr(node.target, "tags", ()) if node.op == "call_function" else ()
 
 
 class RelayoutBytes(GraphPass):
     """Replace the marked ops, once the graph is split, with the op that has a lowering of its own.
 
     Before:  y = view(clone(permute(view(q, uint8), [1, 0])), float8_e4m3fn)
-    After:   y = fp8_compile.relayout(q, transposed=True, 1, 1)
+    After:   y = fp8_compile.relayout(q, transposed=True, 1, 1, separate=False)
     """
 
     def run(self, graph: fx.Graph) -> PassReport:
@@ -40,10 +88,10 @@ class RelayoutBytes(GraphPass):
             source = node
             while _is_ours(source):
                 source = source.args[0]  # type: ignore[assignment]
+            # The kernel of a norm goes along rows: a transposed store from there would scatter single bytes.
+            arguments = (*node.meta["fp8_relayout"], made_by_reduction(source))
             with graph.inserting_before(node):
-                node.replace_all_uses_with(
-                    emit(graph, relayout_op, source, *node.meta["fp8_relayout"], like=node)
-                )
+                node.replace_all_uses_with(emit(graph, relayout_op, source, *arguments, like=node))
             graph.erase_node(node)
             changed += 1
         return PassReport(changed, "FP8 copies in the gemm's layout")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, Callable
 
 import torch
@@ -12,10 +13,11 @@ from fp8_compile.kernels.quantize import HIGH_PRECISION, WHOLE, quantize_op
 
 from .decide import OperandPlan, Rewrite, Rules, Skip, decide
 from .emit import GEMM, emit, getitem, inline, value
-from .find_matmuls import Matmul, Names, OtherMatmul, find_matmuls, operands_of
+from .find_matmuls import Matmul, Names, OtherMatmul, Role, find_matmuls, operands_of
 from .graph_pass import GraphPass, PassReport
-from .relayout_bytes import emit_relayout
+from .relayout_bytes import emit_relayout, made_pointwise
 from .row import REWRITTEN, SKIPPED, Row
+from .slot import Slot, state_of
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -40,7 +42,10 @@ class RewriteMatmuls(GraphPass):
 
     def run(self, graph: fx.Graph) -> PassReport:
         sites = find_matmuls(graph, self.names)
-        decisions = [Skip(site.reason) if isinstance(site, OtherMatmul) else decide(site, self.rules) for site in sites]
+        rules = self.rules
+        if rules.recipe == "delayed" and not state_of(graph):
+            rules = dataclasses.replace(rules, recipe="tensorwise")  # a subgraph has no place for state
+        decisions = [Skip(site.reason) if isinstance(site, OtherMatmul) else decide(site, rules) for site in sites]
         self.rows += [_row(site, decision) for site, decision in zip(sites, decisions)]  # a graph may have subgraphs
         if self.strict:
             _check_dtypes(sites)
@@ -48,7 +53,7 @@ class RewriteMatmuls(GraphPass):
         for site, decision in zip(sites, decisions):
             site.node.meta["fp8_module"], site.node.meta["fp8_gemm"] = site.module, site.gemm
             if isinstance(site, Matmul) and isinstance(decision, Rewrite):
-                _Editor(graph, site, decision, self.rules).replace()
+                _Editor(graph, site, decision, rules).replace()
                 rewritten += 1
         return PassReport(rewritten, f"of {len(sites)} matmuls rewritten")
 
@@ -67,7 +72,7 @@ class _Editor:
         site = self.site
         with self.graph.inserting_before(site.node):
             if site.batched:
-                slices = [self._product(*self._slice(index)) for index in range(int(site.shape[0]))]
+                slices = [self._product(*self._slice(index), index) for index in range(int(site.shape[0]))]
                 result = self._inline(_stack, *slices)
             else:
                 result = self._product(self.left, self.right)
@@ -78,10 +83,10 @@ class _Editor:
     def _slice(self, index: int) -> list[fx.Node]:
         return [self._emit(aten.select.int, side, 0, index) for side in (self.left, self.right)]
 
-    def _product(self, left: fx.Node, right: fx.Node) -> fx.Node:
-        """``[M, K] @ [K, N]`` in the dtype of the original."""
-        q_left, scale_left = self._operand(left, self.plan.left, is_left=True)
-        q_right, scale_right = self._operand(right, self.plan.right, is_left=False)
+    def _product(self, left: fx.Node, right: fx.Node, part: int | None = None) -> fx.Node:
+        """``[M, K] @ [K, N]`` in the dtype of the original; ``part``: which of a stack of them."""
+        q_left, scale_left = self._operand(left, self.plan.left, part, is_left=True)
+        q_right, scale_right = self._operand(right, self.plan.right, part, is_left=False)
         result = self._emit(
             aten._scaled_mm.default,
             q_left,
@@ -100,24 +105,41 @@ class _Editor:
             result = self._emit(prims.convert_element_type.default, result, self.wanted)
         return result
 
-    def _operand(self, node: fx.Node, plan: OperandPlan, *, is_left: bool) -> tuple[fx.Node, fx.Node]:
+    def _operand(
+        self, node: fx.Node, plan: OperandPlan, part: int | None, *, is_left: bool
+    ) -> tuple[fx.Node, fx.Node]:
         """FP8 values and scales of one side: left as [M, K] and [M/r, K/c], right as [K, N] and [K/c, N/r]."""
         base, flipped = untransposed(node)
         rows_first = flipped != is_left  # the base lies as [rows, contraction]: x of x @ w, w of x @ w.T
         block = plan.block if rows_first else plan.block[::-1]
-        both = self._emit(quantize_op, base, plan.format.dtype, list(block))
+        role = (self.site.left if is_left else self.site.right).role
+        tags = {"fp8_slot": Slot(self.site.module, self.site.ordinal, role, part)}
+        both = self._emit(quantize_op, base, plan.format.dtype, list(block), tags=tags)
         q, scale = getitem(self.graph, both, 0), getitem(self.graph, both, 1)
         if self.rules.needs_k_contiguous:
             multiples = (1 if is_left else self.plan.align_n, self.plan.align_k)
             scale = self._scale_in_layout(scale, plan, rows_first, is_left, multiples[0])
             if not rows_first or multiples != (1, 1):
-                q = emit_relayout(self.graph, q, not rows_first, *multiples, like=self.site.node)
+                saved = self._saves_copy(base, role)
+                q = emit_relayout(self.graph, q, not rows_first, *multiples, like=self.site.node, saved=saved)
                 rows_first = True
         elif rows_first != is_left:
             scale = self._emit(aten.permute.default, scale, [1, 0])
         if rows_first != is_left:
             q = self._emit(aten.permute.default, q, [1, 0])
         return q, scale
+
+    def _saves_copy(self, base: fx.Node, role: Role) -> bool:
+        """Whether forward makes and saves the copy that a backward gemm reads.
+
+        With delayed scaling forward can write it beside q in one pass over the tensor. Backward would read the tensor
+        or q once more, unless it has to compute the tensor anyway: the activation before a matmul, whose inputs are
+        saved for its own gradient. A checkpointed layer saves nothing.
+        """
+        forward = self.site.forward
+        if self.rules.recipe != "delayed" or forward is None or role is Role.GRAD_OUTPUT:
+            return False
+        return "recompute" not in forward.node.meta and (role is Role.WEIGHT or not made_pointwise(base))
 
     def _scale_in_layout(
         self, scale: fx.Node, plan: OperandPlan, rows_first: bool, is_left: bool, row_multiple: int

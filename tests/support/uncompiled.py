@@ -12,7 +12,7 @@ from torch import fx
 
 from fp8_compile import Config, Report
 from fp8_compile.backend import compile_graph
-from fp8_compile.explain import run_uncompiled
+from fp8_compile.uncompiled import run_uncompiled
 
 NO_CACHE = {"force_disable_caches": True}
 

@@ -1,0 +1,97 @@
+"""Delayed scaling in the backend: a graph is given its part of the model's state, and its first passes are taken care of.
+
+The first passes of a graph have no history to take scales from. On a CPU a tensor without history is quantized with
+its own amax, in the same code. GPU code could do that only by reading every tensor twice, on every pass. There the
+first passes run through an uncompiled twin of the graph that looks at each tensor first; when all slots have a
+history, the compiled code takes over.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Callable
+
+import torch
+from torch import fx
+from torch._dynamo.source import SyntheticLocalSource
+from torch._subclasses import FakeTensor
+
+from .config import Config
+from .passes.decide import Rules
+from .passes.delay_scales import UpdateRule
+from .passes.slot import BACKWARD, FIELDS, FORWARD, STATS
+from .scaling_state import GraphPool, PageKind, PoolFull, state_of_compilation
+
+log = logging.getLogger("fp8_compile")
+
+# Ops of a Dynamo graph that become matmuls, by a part of their name.
+MATMULS = ("linear", "matmul", "mm", "einsum", "attention", "tensordot", "multi_head", "lstm", "gru", "rnn", "bilinear")
+SLOTS_A_MATMUL = 4  # two operands in forward, seldom more than one gradient, and some to spare
+FIRST_PASSES = 8  # a slot that saw only zeros in as many passes is left at a scale of 1
+
+
+def open_pool(gm: fx.GraphModule, config: Config, rules: Rules, device: torch.device) -> GraphPool:
+    """The slots for a graph, with room for those it may need."""
+    return GraphPool(state_of_compilation(), _kinds(config, rules, device), SLOTS_A_MATMUL * max(8, _matmuls(gm)))
+
+
+def make_room(pool: GraphPool, full: PoolFull, config: Config, rules: Rules, device: torch.device) -> None:
+    """After a graph turned out to need more slots than foreseen."""
+    kind = next(kind for kind in _kinds(config, rules, device) if kind.direction == full.direction)
+    pool.make_room(kind, full.needed)
+
+
+def attach_state(gm: fx.GraphModule, pool: GraphPool, *, stats: bool) -> None:
+    """Make the state's tensors buffers of the graph: they reach the joint graph as placeholders with these names."""
+    for name, tensor in pool.buffers((*FIELDS, STATS) if stats else FIELDS).items():
+        gm.register_buffer(name, tensor)
+        gm._param_name_to_source[name] = SyntheticLocalSource(name)  # type: ignore[index,union-attr,assignment]
+
+
+def update_rule(config: Config) -> UpdateRule:
+    return UpdateRule(config.margin, config.amax_algorithm, config.scale_update_interval)
+
+
+class LookFirst:
+    """Run ``looking``, which scales each tensor by its own amax, until all slots have a history; then ``compiled``."""
+
+    def __init__(self, compiled: Callable[..., Any], looking: Callable[..., Any], pool: GraphPool) -> None:
+        self.compiled, self.looking = compiled, looking
+        self.state, self.places = pool.state, dict(pool.places)
+        self.passes = 0
+
+    def __call__(self, *args: Any) -> Any:
+        if self.passes is not None and not any(isinstance(arg, FakeTensor) for arg in args):
+            if self.passes < FIRST_PASSES and self.state.without_history(self.places.values()):
+                self.passes += 1
+                return self.looking(*args)
+            self._finish()
+        return self.compiled(*args)
+
+    def _finish(self) -> None:
+        left = [slot for slot, place in self.places.items() if self.state.without_history([place])]
+        if left:
+            log.warning(
+                "%d tensors were zero or not finite in the first %d passes and start with a scale of 1: %s",
+                len(left),
+                self.passes,
+                ", ".join(map(str, left)),
+            )
+            self.state.start_at_one(self.places[slot] for slot in left)
+        self.passes = None
+        self.looking = self.compiled  # what it holds can go
+
+
+def _kinds(config: Config, rules: Rules, device: torch.device) -> list[PageKind]:
+    formats = {FORWARD: rules.forward, BACKWARD: rules.backward}
+    return [
+        PageKind(direction, device, config.amax_history_len, format.max, update_rule(config))
+        for direction, format in formats.items()
+    ]
+
+
+def _matmuls(gm: fx.GraphModule) -> int:
+    """How many matmuls a Dynamo graph may have, its subgraphs included."""
+    graphs = [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
+    names = (str(node.target).lower() for graph in graphs for node in graph.nodes if node.op.startswith("call"))
+    return sum(any(part in name for part in MATMULS) for name in names)

@@ -1,0 +1,210 @@
+"""Delayed scaling: a tensor is quantized with a scale that was known before the tensor was.
+
+    q          = fp8(clamp(x * quant_scale, -F, F) + 0 * x)      F: the largest value of the format
+    amax       = max |x|                                         recorded for the passes to come
+
+``0 * x`` makes Inf a NaN: the saturating cast alone would turn it into F and hide an overflow from a loss scaler.
+
+After each pass over the graph, for all slots at once (a slot is one tensor's place in the state):
+
+    amax enters the history in place of the oldest one           if it is finite
+    m           = max(history)                                   or the newest, or the 99th percentile
+    quant_scale = F / (m * 2**margin), capped to be finite       if m > 0 and this is an ``interval``-th pass
+    dequant_scale = 1 / quant_scale
+
+State of C slots: history [C, L] fp32, a ring; scales [2, C] fp32, (quant, dequant); counts [2, C] int32, (passes,
+amaxes that entered); amaxes [C] fp32, -1 where the slot was not part of the pass.
+
+A quant_scale of 0 says that no amax has entered yet: such a tensor is quantized with its own amax, by the same formula.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from .formats import format_of
+
+QUANT, DEQUANT = 0, 1
+PASSES, ENTERED = 0, 1
+ABSENT = -1.0
+PERCENTILE = 0.99
+LARGEST_SCALE = torch.finfo(torch.float32).max
+
+
+def cast_delayed(x: Tensor, quant_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """The first formula above."""
+    largest = format_of(dtype).max
+    wide = x.contiguous().to(torch.float32)
+    return ((wide * quant_scale).clamp(-largest, largest) + wide * 0.0).to(dtype)
+
+
+def scale_of(amax: Tensor, largest: float, margin: int) -> Tensor:
+    """``F / (amax * 2**margin)``, finite and above 0."""
+    reach = (amax * 2.0**margin).clamp_max(LARGEST_SCALE)
+    return (largest / reach).clamp_max(LARGEST_SCALE)
+
+
+def first_scale(quant_scale: Tensor, amax: Tensor, largest: float, margin: int) -> Tensor:
+    """The scale as it is, or for a slot without history the one that this amax would give it; 1 if it gives none."""
+    usable = (amax > 0) & (amax < torch.inf)
+    own = torch.where(usable, scale_of(amax, largest, margin), 1.0)
+    return torch.where(quant_scale > 0, quant_scale, own)
+
+
+def update(
+    history: Tensor,
+    scales: Tensor,
+    counts: Tensor,
+    amaxes: Tensor,
+    largest: float,
+    margin: int = 0,
+    algorithm: str = "max",
+    interval: int = 1,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The update above: history, scales and counts after the pass."""
+    length = history.shape[1]
+    present = amaxes != ABSENT
+    enters = present & (amaxes >= 0) & (amaxes < torch.inf)
+    at_newest = torch.arange(length, device=history.device) == (counts[ENTERED] % length)[:, None]
+    history = torch.where(at_newest & enters[:, None], amaxes[:, None], history)
+    passes, entered = counts[PASSES] + present, counts[ENTERED] + enters
+
+    m = _summary(history, entered, algorithm)
+    due = present & ((passes % interval == 0) | (scales[QUANT] == 0))
+    quant_scale = torch.where(due & (m > 0), scale_of(m, largest, margin), scales[QUANT])
+    dequant_scale = torch.where(quant_scale > 0, 1.0 / quant_scale, scales[DEQUANT])
+    return history, torch.stack([quant_scale, dequant_scale]), torch.stack([passes, entered]).to(torch.int32)
+
+
+def _summary(history: Tensor, entered: Tensor, algorithm: str) -> Tensor:
+    """m of each slot, 0 where nothing has entered."""
+    length = history.shape[1]
+    if algorithm == "max":
+        return history.amax(1)
+    if algorithm == "most_recent":
+        newest = ((entered - 1) % length).to(torch.int64)
+        return history.gather(1, newest[:, None])[:, 0]
+    # Linear between neighbours, over what has entered: zeros that fill a young history are below all of it.
+    falling = history.sort(1, descending=True).values
+    from_top = (1.0 - PERCENTILE) * (entered.clamp(1, length) - 1).to(torch.float32)
+    above = from_top.floor().to(torch.int64)
+    below = (above + 1).clamp_max(length - 1)
+    high, low = (falling.gather(1, index[:, None])[:, 0] for index in (above, below))
+    return high - (high - low) * (from_top - above)
+
+
+def record(
+    amaxes: Tensor,
+    counts: Tensor,
+    recorded: Sequence[Tensor],
+    rows: Sequence[int],
+    first_only: bool,
+    made: Sequence[Tensor] = (),
+) -> Tensor:
+    """The amaxes of a pass: one a slot, or where a slot was recorded twice the larger; absent elsewhere.
+
+    ``first_only``: of slots without history alone, as in inference. ``made``: tensors that are to be made in this pass
+    because a later one will read them; nothing is done with them.
+    """
+    if not recorded:
+        return torch.full_like(amaxes, ABSENT)
+    index = torch.tensor(rows, dtype=torch.int64, device=amaxes.device)
+    values = torch.cat([one.reshape(1) for one in recorded])
+    # As integers a NaN is above all numbers; |x| is never negative, the mark for an absent slot is.
+    bits = torch.full_like(amaxes, ABSENT).view(torch.int32)
+    new = bits.scatter_reduce(0, index, values.view(torch.int32), "amax").view(torch.float32)
+    return torch.where(counts[ENTERED] == 0, new, ABSENT) if first_only else new
+
+
+def count(x: Tensor, q: Tensor, quant_scale: Tensor, dequant_scale: Tensor, largest: float) -> Tensor:
+    """[5] fp64: elements, saturated ones, ones flushed to zero, sum of x**2, sum of (x - dequantized)**2.
+
+    Of finite elements; of others there is no error to speak of.
+    """
+    wide = x.to(torch.float32)
+    finite = wide.abs() < torch.inf
+    wide = torch.where(finite, wide, 0.0)
+    back = torch.where(finite, q.to(torch.float32), 0.0) * dequant_scale
+    saturated = (wide * quant_scale).abs() > largest
+    flushed = (wide != 0) & (back == 0)
+    sums = [part.sum(dtype=torch.float64) for part in (finite, saturated, flushed, wide * wide, (wide - back) ** 2)]
+    return torch.stack(sums)
+
+
+def add_counts(stats: Tensor, counted: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
+    """``stats`` [C, 5] with what :func:`count` gave for some rows added."""
+    return stats.index_add(0, torch.tensor(rows, device=stats.device), torch.stack(list(counted)))
+
+
+def next_scales(amaxes: Tensor, history: Tensor, scales: Tensor, counts: Tensor, *rule: Any) -> Tensor:
+    """The scales of the pass that begins: :func:`update` with the amaxes of the one before."""
+    return update(history, scales, counts, amaxes, *rule)[1]
+
+
+def _update(amaxes: Tensor, history: Tensor, scales: Tensor, counts: Tensor, *rule: Any) -> tuple[Tensor, ...]:
+    return update(history, scales, counts, amaxes, *rule)
+
+
+def _update_in_place(
+    amaxes: Tensor, history: Tensor, scales: Tensor, counts: Tensor, known: Tensor, *rule: Any
+) -> None:
+    for state, new in zip((history, scales, counts), update(history, scales, counts, amaxes, *rule)):
+        state.copy_(new)
+    amaxes.fill_(ABSENT)
+    known.copy_(scales)
+
+
+def _record_in_place(
+    amaxes: Tensor, counts: Tensor, recorded: Sequence[Tensor], rows: Sequence[int], first_only: bool
+) -> None:
+    amaxes.copy_(record(amaxes, counts, recorded, rows, first_only))
+
+
+def _fake_update(amaxes: Tensor, history: Tensor, scales: Tensor, counts: Tensor, *rule: Any) -> tuple[Tensor, ...]:
+    return tuple(state.new_empty(state.shape) for state in (history, scales, counts))
+
+
+# A pass over the graph begins with the update that follows from the pass before, and ends with new amaxes. So the scales
+# have no reader that the update must wait for, and one small tensor holds those of this pass until backward needs them.
+# Before a graph is split its ops are functional, as they must be; afterwards (names with _) they work in place.
+_STATE, _IN_PLACE = "Tensor history, Tensor scales, Tensor counts", "Tensor(b!) history, Tensor(c!) scales, Tensor(d!) counts"
+_RULE = "float largest, int margin, str algorithm, int interval"
+_RECORD = "Tensor counts, Tensor[] recorded, int[] rows, bool first_only"
+_library = torch.library.Library("fp8_compile", "FRAGMENT")
+
+
+def _define(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    name = schema.partition("(")[0]
+    _library.define(schema)
+    _library.impl(name, function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fp8_compile::{name}", fake, lib=_library)
+    return getattr(torch.ops.fp8_compile, name).default
+
+
+next_scales_op = _define(
+    f"next_scales(Tensor amaxes, {_STATE}, {_RULE}) -> Tensor",
+    next_scales,
+    lambda amaxes, history, scales, *arguments: scales.new_empty(scales.shape),
+)
+update_op = _define(f"update_scales(Tensor amaxes, {_STATE}, {_RULE}) -> ({_STATE})", _update, _fake_update)
+record_op = _define(
+    f"record_amaxes(Tensor amaxes, {_RECORD}, Tensor[] made) -> Tensor",
+    record,
+    lambda amaxes, *arguments: amaxes.new_empty(amaxes.shape),
+)
+add_counts_op = _define(
+    "add_counts(Tensor stats, Tensor[] counted, int[] rows) -> Tensor",
+    add_counts,
+    lambda stats, *arguments: stats.new_empty(stats.shape),
+)
+update_in_place_op = _define(
+    f"update_scales_(Tensor(a!) amaxes, {_IN_PLACE}, Tensor(e!) known, {_RULE}) -> ()",
+    _update_in_place,
+    lambda *arguments: None,
+)
+record_in_place_op = _define(
+    f"record_amaxes_(Tensor(a!) amaxes, {_RECORD}) -> ()", _record_in_place, lambda *arguments: None
+)

@@ -1,0 +1,191 @@
+"""Quantize with scales from the passes before, and record what the passes to come will need."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from fp8_compile.kernels.delayed_scaling import (
+    DEQUANT,
+    QUANT,
+    add_counts_op,
+    cast_delayed,
+    count,
+    first_scale,
+    next_scales_op,
+    record_op,
+    update_op,
+)
+from fp8_compile.kernels.formats import format_of
+from fp8_compile.kernels.quantize import block_amax, quantize_op
+
+from .emit import emit, first_call, getitem, inline
+from .find_matmuls import is_backward
+from .graph_pass import GraphPass, PassReport
+from .lower_quantizes import CAST, SCALES
+from .relayout_bytes import saved_relayouts
+from .slot import BACKWARD, FIELDS, FORWARD, STATS, Slot, SlotPool, buffer_name, state_of
+
+aten = torch.ops.aten
+
+AMAX = 2  # value of meta["fp8_scale"] beside QUANT and DEQUANT
+
+
+@dataclasses.dataclass(frozen=True)
+class UpdateRule:
+    """How a scale follows from a history; see ``kernels/delayed_scaling.py``."""
+
+    margin: int = 0
+    algorithm: str = "max"
+    interval: int = 1
+
+
+class DelayScales(GraphPass):
+    """Give each quantize the scale of its slot, and record its amax for the passes to come.
+
+    Before:  q, s = fp8_compile.quantize(x, float8_e4m3fn, [-1, -1])
+    After:   known = fp8_compile.next_scales(amaxes, history, scales, counts)
+             quant_scale, s = known[0, row], known[1, row]
+             q = convert_element_type(clamp(x * quant_scale, -448, 448) + x * 0, float8_e4m3fn)
+             amax = amax(abs(x))
+             ...
+             history', scales', counts' = fp8_compile.update_scales(amaxes, history, scales, counts)
+             amaxes' = fp8_compile.record_amaxes(amaxes, counts', [amax, ...], [row, ...])
+             copy_(history, history');  copy_(scales, scales');  copy_(counts, counts');  copy_(amaxes, amaxes')
+
+    What forward quantizes is updated in forward, gradients in backward, all slots of a page at once. ``known`` is
+    saved for backward. ``look_first``: a slot without history takes the scale of its own amax; that takes two reads
+    of x, so GPU code has it only for the passes that fill the histories. An inference graph records nothing but for
+    slots that have no history. Inside a subgraph there is no place for state: nothing is done there.
+    """
+
+    def __init__(self, pool: SlotPool, rule: UpdateRule, *, look_first: bool, stats: bool = False) -> None:
+        self.pool, self.rule, self.look_first, self.stats = pool, rule, look_first, stats
+
+    def run(self, graph: fx.Graph) -> PassReport:
+        nodes = graph.find_nodes(op="call_function", target=quantize_op)
+        state = state_of(graph)
+        if not state:
+            return PassReport(0, "quantizes delayed")
+        training = any(is_backward(node) for node in graph.nodes)
+        pages: dict[tuple[str, int], _Page] = {}
+        for node in nodes:
+            slot: Slot = node.meta["fp8_slot"]
+            place = self.pool.place(slot)
+            key = slot.direction, place.page
+            if key not in pages:
+                pages[key] = _Page(graph, *key, state, self.rule, format_of(node.args[1]).max)  # type: ignore[arg-type]
+            self._replace(graph, node, slot, pages[key], place.row)
+        saved = saved_relayouts(graph)
+        for (direction, _), page in pages.items():
+            made, saved = (saved, []) if direction == FORWARD else ([], saved)
+            page.finish(training or self.look_first, first_only=not training, stats=training and self.stats, made=made)
+        return PassReport(len(nodes), "quantizes delayed")
+
+    def _replace(self, graph: fx.Graph, node: fx.Node, slot: Slot, page: _Page, row: int) -> None:
+        """Put the formula in place of a quantize."""
+        x, dtype, block = node.args
+        marks = {"fp8_slot": slot, "fp8_arguments": (dtype, tuple(block))}  # type: ignore[arg-type]
+        scale_marks = {"fp8_kind": SCALES, **marks}
+        backward = _tag(BACKWARD) if slot.direction == BACKWARD else {}
+        with graph.inserting_before(node):
+            quant_scale, dequant_scale = inline(graph, _of_row, page.known, row, like=node, tags=backward)
+            amax = inline(graph, block_amax, x, block, like=node, tags=scale_marks)
+            if self.look_first:
+                arguments = (quant_scale, amax, page.largest, self.rule.margin)
+                quant_scale, dequant_scale = inline(graph, _look_first, *arguments, like=node, tags=scale_marks)
+                for index, scale in ((QUANT, quant_scale), (DEQUANT, dequant_scale)):
+                    scale.meta.update(fp8_scale=index, recompute=CheckpointPolicy.MUST_SAVE)
+            q = inline(graph, cast_delayed, x, quant_scale, dtype, like=node, tags={"fp8_kind": CAST, **marks})
+            counted = None
+            if self.stats:
+                counted = inline(graph, count, x, q, quant_scale, dequant_scale, page.largest, like=node)
+        amax.meta["fp8_scale"] = AMAX
+        page.record(row, amax, counted)
+        results = (q, dequant_scale)
+        for user in list(node.users):
+            assert user.target is operator.getitem, user.format_node()
+            user.replace_all_uses_with(results[user.args[1]])  # type: ignore[index]
+            graph.erase_node(user)
+        graph.erase_node(node)
+
+
+class _Page:
+    """One page of the state in one graph: updated at the start, amaxes recorded at the end."""
+
+    def __init__(
+        self, graph: fx.Graph, direction: str, page: int, state: dict[str, fx.Node], rule: UpdateRule, largest: float
+    ) -> None:
+        self.graph, self.largest = graph, largest
+        self.fields = {field: state[buffer_name(direction, page, field)] for field in FIELDS}
+        self.stats = state.get(buffer_name(direction, page, STATS))
+        self.rule = (largest, rule.margin, rule.algorithm, rule.interval)
+        self.like, self.tags = self.fields["scales"], _tag(direction)
+        self.rows: list[int] = []
+        self.amaxes: list[fx.Node] = []
+        self.counted: list[fx.Node] = []
+        with graph.inserting_before(first_call(graph)):
+            self.known = self._emit(next_scales_op, *self.fields.values(), *self.rule)
+        self.known.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+    def record(self, row: int, amax: fx.Node, counted: fx.Node | None) -> None:
+        for node in (*_own_chain(amax), *([counted] if counted else [])):
+            node.meta.pop("recompute", None)  # a checkpoint's recomputation records nothing
+        self.rows.append(row)
+        self.amaxes.append(amax)
+        if counted:
+            self.counted.append(counted)
+
+    def finish(self, records: bool, *, first_only: bool, stats: bool, made: list[fx.Node]) -> None:
+        """Write the state back, before the graph returns.
+
+        ``made``: what forward is to make for backward. The partitioner saves only what forward makes for itself, or
+        for a write to memory: hence for this one.
+        """
+        fields = self.fields
+        with self.graph.inserting_before(self.graph.output_node()):
+            new = self._emit(update_op, *fields.values(), *self.rule)
+            results = {field: self._part(new, index) for index, field in enumerate(("history", "scales", "counts"))}
+            recorded = (self.amaxes, self.rows) if records else ([], [])
+            results["amaxes"] = self._emit(record_op, fields["amaxes"], results["counts"], *recorded, first_only, made)
+            for field, result in results.items():
+                self._emit(aten.copy_.default, fields[field], result)
+            if stats:
+                counted = self._emit(add_counts_op, self.stats, self.counted, self.rows)
+                self._emit(aten.copy_.default, self.stats, counted)
+
+    def _emit(self, op: Any, *args: Any) -> fx.Node:
+        return emit(self.graph, op, *args, like=self.like, tags=self.tags)
+
+    def _part(self, node: fx.Node, index: int) -> fx.Node:
+        part = getitem(self.graph, node, index)
+        part.meta.update(self.tags)
+        return part
+
+
+def _tag(direction: str) -> dict[str, Any]:
+    return {"partitioner_tag": f"must_be_in_{direction}"}
+
+
+def _own_chain(amax: fx.Node) -> list[fx.Node]:
+    """The nodes that compute an amax from its tensor."""
+    found = [amax]
+    for node in found:
+        found += [arg for arg in node.all_input_nodes if arg.meta.get("fp8_kind") == SCALES and arg not in found]
+    return found
+
+
+def _of_row(known: torch.Tensor, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return known[QUANT, row].view(1, 1), known[DEQUANT, row].view(1, 1)
+
+
+def _look_first(
+    quant_scale: torch.Tensor, amax: torch.Tensor, largest: float, margin: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    quant_scale = first_scale(quant_scale, amax, largest, margin)
+    return quant_scale, 1.0 / quant_scale
