@@ -13,7 +13,7 @@ from fp8_compile.kernels.quantize import is_tiled
 
 from .emit import emit, getitem, value
 from .graph_pass import GraphPass, PassReport
-from .lower_quantizes import CAST, SCALES
+from .lower_quantizes import CAST, SCALES, source_of_scale
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -67,7 +67,7 @@ def _rounded(graph: fx.Graph, q: fx.Node) -> fx.Node:
 
 
 def _decoded(graph: fx.Graph, q: fx.Node, like: fx.Node) -> fx.Node:
-    with graph.inserting_before(_next_call(q)):
+    with graph.inserting_before(next_call(q)):
         return emit(graph, decode_op, q, like=like)
 
 
@@ -86,15 +86,15 @@ def _replace_casts(graph: fx.Graph) -> int:
 
 def _replace_scales(graph: fx.Graph) -> int:
     """Both scales of a quantize come from one call."""
-    ends = [node for node in graph.nodes if _is_ours(node, SCALES) and "fp8_scale" in node.meta]
-    sources = [_source(node, SCALES) for node in ends]
+    ends = [node for node in graph.nodes if _is_own_scale(node)]
+    sources = [source_of_scale(node) for node in ends]
     calls: dict[Any, fx.Node] = {}
     for node, x in zip(ends, sources):
         key = (x, node.meta["fp8_arguments"])
         if key not in calls:
-            with graph.inserting_before(_next_call(x)):
+            with graph.inserting_before(next_call(x)):
                 calls[key] = emit(graph, scales_op, x, *node.meta["fp8_arguments"], like=node)
-        with graph.inserting_before(_next_call(calls[key])):
+        with graph.inserting_before(next_call(calls[key])):
             node.replace_all_uses_with(getitem(graph, calls[key], node.meta["fp8_scale"]))
     graph.eliminate_dead_code()
     return len(calls)
@@ -109,11 +109,9 @@ def _is_ours(node: fx.Node, kind: str) -> bool:
     return _kind(node) == kind and not is_tiled(node.meta["fp8_arguments"][1])
 
 
-def _source(node: fx.Node, kind: str) -> fx.Node:
-    """The tensor that a chain of marked ops starts from."""
-    while _kind(node) == kind:
-        node = node.args[0]  # type: ignore[assignment]
-    return node
+def _is_own_scale(node: fx.Node) -> bool:
+    """Whether a node is one of the two scales that a tensor gets from itself."""
+    return _is_ours(node, SCALES) and "fp8_scale" in node.meta and "fp8_delayed" not in node.meta
 
 
 def _cast_inputs(q: fx.Node) -> tuple[fx.Node, fx.Node]:
@@ -121,7 +119,10 @@ def _cast_inputs(q: fx.Node) -> tuple[fx.Node, fx.Node]:
     node = q
     while node.target is not aten.mul.Tensor:
         node = node.args[0]  # type: ignore[assignment]
-    return _source(node, CAST), node.args[1]  # type: ignore[return-value]
+    scale = node.args[1]
+    while _kind(node) == CAST:
+        node = node.args[0]  # type: ignore[assignment]
+    return node, scale  # type: ignore[return-value]
 
 
 def _behind_views(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
@@ -133,7 +134,7 @@ def _behind_views(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
     return node, views
 
 
-def _next_call(node: fx.Node) -> fx.Node:
+def next_call(node: fx.Node) -> fx.Node:
     """Where to insert what reads ``node`` first: right behind it, but never among the placeholders."""
     node = node.next
     while node.op == "placeholder":

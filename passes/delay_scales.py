@@ -45,6 +45,14 @@ class UpdateRule:
     interval: int = 1
 
 
+@dataclasses.dataclass(frozen=True)
+class Delayed:
+    """``meta["fp8_delayed"]``: which quantize of the graph a node belongs to."""
+
+    index: int
+    margin: int
+
+
 class DelayScales(GraphPass):
     """Give each quantize the scale of its slot, and record its amax for the passes to come.
 
@@ -74,23 +82,24 @@ class DelayScales(GraphPass):
             return PassReport(0, "quantizes delayed")
         training = any(is_backward(node) for node in graph.nodes)
         pages: dict[tuple[str, int], _Page] = {}
-        for node in nodes:
+        for index, node in enumerate(nodes):
             slot: Slot = node.meta["fp8_slot"]
             place = self.pool.place(slot)
             key = slot.direction, place.page
             if key not in pages:
                 pages[key] = _Page(graph, *key, state, self.rule, format_of(node.args[1]).max)  # type: ignore[arg-type]
-            self._replace(graph, node, slot, pages[key], place.row)
+            self._replace(graph, node, index, slot, pages[key], place.row)
         saved = saved_relayouts(graph)
         for (direction, _), page in pages.items():
             made, saved = (saved, []) if direction == FORWARD else ([], saved)
             page.finish(training or self.look_first, first_only=not training, stats=training and self.stats, made=made)
         return PassReport(len(nodes), "quantizes delayed")
 
-    def _replace(self, graph: fx.Graph, node: fx.Node, slot: Slot, page: _Page, row: int) -> None:
-        """Put the formula in place of a quantize."""
+    def _replace(self, graph: fx.Graph, node: fx.Node, index: int, slot: Slot, page: _Page, row: int) -> None:
+        """Put the formula in place of a quantize; all its nodes are marked with ``index``."""
         x, dtype, block = node.args
-        marks = {"fp8_slot": slot, "fp8_arguments": (dtype, tuple(block))}  # type: ignore[arg-type]
+        delayed = Delayed(index, self.rule.margin)
+        marks = {"fp8_delayed": delayed, "fp8_arguments": (dtype, tuple(block))}  # type: ignore[arg-type]
         scale_marks = {"fp8_kind": SCALES, **marks}
         backward = _tag(BACKWARD) if slot.direction == BACKWARD else {}
         with graph.inserting_before(node):
@@ -188,4 +197,4 @@ def _look_first(
     quant_scale: torch.Tensor, amax: torch.Tensor, largest: float, margin: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     quant_scale = first_scale(quant_scale, amax, largest, margin)
-    return quant_scale, 1.0 / quant_scale
+    return quant_scale, quant_scale.reciprocal()

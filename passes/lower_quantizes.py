@@ -47,3 +47,15 @@ class LowerQuantizes(GraphPass):
                 graph.erase_node(user)
             graph.erase_node(node)
         return PassReport(len(nodes), "quantizes lowered")
+
+
+def is_scale(node: fx.Node) -> bool:
+    """Whether a node is part of the first half of a quantize. A placeholder that stands for a saved one is not."""
+    return node.op == "call_function" and node.meta.get("fp8_kind") == SCALES
+
+
+def source_of_scale(node: fx.Node) -> fx.Node:
+    """The tensor that an amax or a scale is computed from."""
+    while is_scale(node):
+        node = node.args[0]  # type: ignore[assignment]
+    return node

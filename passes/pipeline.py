@@ -17,6 +17,7 @@ from .call_cpu_kernels import CallCpuKernels
 from .decide import Rules
 from .delay_scales import DelayScales
 from .find_matmuls import Names, is_backward
+from .fuse_delayed_quantizes import FuseDelayedQuantizes
 from .graph_pass import GraphPass
 from .lower_quantizes import LowerQuantizes
 from .lower_scaled_mm_cpu import LowerScaledMmForCpu
@@ -121,8 +122,8 @@ class SplitPipeline(Pipeline):
     """What is better done when it is known which tensors are saved for backward."""
 
     def __init__(self, rules: Rules, key: str, observer: Observer | None = None) -> None:
-        for_target = CallCpuKernels() if rules.target == "cpu" else RelayoutBytes()
-        super().__init__([for_target, UpdateInPlace()], key, observer)
+        for_target = [CallCpuKernels(), FuseDelayedQuantizes()] if rules.target == "cpu" else [RelayoutBytes()]
+        super().__init__([*for_target, UpdateInPlace()], key, observer)
 
     def phase(self, graph: fx.Graph) -> str:
         # Not by the nodes' tags: forward saves values, such as the mask of a relu, that were traced for backward.

@@ -16,7 +16,7 @@ from fp8_compile.kernels.record_amax import record_amax_op
 
 from .emit import call_triton, emit, first_call, value
 from .graph_pass import GraphPass, PassReport
-from .lower_quantizes import SCALES
+from .lower_quantizes import source_of_scale
 
 aten = torch.ops.aten
 
@@ -91,11 +91,4 @@ class _OnGpu:
         assert not (recorded and first_only), "an inference graph for a GPU records nothing"
         for amax, row in zip(recorded, rows):  # type: ignore[arg-type]
             with graph.inserting_before(amax):
-                emit(graph, record_amax_op, amaxes, _source(amax), row, like=amax)
-
-
-def _source(amax: fx.Node) -> fx.Node:
-    """The tensor whose amax it is."""
-    while amax.op == "call_function" and amax.meta.get("fp8_kind") == SCALES:
-        amax = amax.args[0]  # type: ignore[assignment]
-    return amax
+                emit(graph, record_amax_op, amaxes, source_of_scale(amax), row, like=amax)

@@ -50,6 +50,8 @@ struct Format {
   }
   static float quantized(float x, float scale) {
     float scaled = x * scale;
+    // Inf becomes NaN, never the largest value: an overflow must not vanish.
+    scaled = (bits(x) & 0x7fffffffu) >= 0x7f800000u ? std::numeric_limits<float>::quiet_NaN() : scaled;
     scaled = scaled < -max ? -max : scaled;  // comparisons that leave NaN alone
     scaled = scaled > max ? max : scaled;
     // Rounding to a subnormal loses the sign of zero.
@@ -144,6 +146,46 @@ void quantize(const void* x, int64_t rows, int64_t cols, int axis, const float* 
     map<In, To>(from, rows, cols, axis, scale, static_cast<uint8_t*>(out), threads, [](float r) { return To::encode(r); });
 }
 
+// Delayed scaling, one read of x: rounded (FP32) and codes (FP8), each where it is not null, by the scale given, and
+// the amax of x. A scale of 0 says that there is none yet; then x is read twice and gets the scale of its own amax.
+template <class In, class To>
+void delayed(const void* x, int64_t count, float reach, float* scale, float* rounded, uint8_t* codes, float* largest, int threads) {
+  auto* from = static_cast<const typename In::type*>(x);
+  constexpr float most = std::numeric_limits<float>::max();
+  if (*scale == 0) {
+    amax<In>(from, 1, count, WHOLE, largest, threads);
+    bool usable = *largest > 0 && *largest <= most;
+    *scale = usable ? std::min(To::max / std::min(*largest * reach, most), most) : 1.0f;
+  }
+  float s = *scale;
+  uint32_t seen = 0;
+#pragma omp parallel for num_threads(threads) reduction(max : seen)
+  for (int64_t first = 0; first < count; first += CHUNK) {
+    int64_t last = std::min(count, first + CHUNK);
+    uint32_t here = 0;
+    if (rounded && !codes) {
+      for (int64_t i = first; i < last; ++i) {
+        float value = In::load(from[i]);
+        here = std::max(here, bits(value) & 0x7fffffffu);
+        rounded[i] = To::quantized(value, s);
+      }
+    } else if (rounded || codes) {
+      float block[CHUNK];
+      float* __restrict__ to = rounded ? rounded + first : block;
+      for (int64_t i = first; i < last; ++i) {
+        float value = In::load(from[i]);
+        here = std::max(here, bits(value) & 0x7fffffffu);
+        to[i - first] = To::quantized(value, s);
+      }
+      for (int64_t i = first; i < last; ++i) codes[i] = To::encode(to[i - first]);
+    } else {
+      for (int64_t i = first; i < last; ++i) here = std::max(here, bits(In::load(from[i])) & 0x7fffffffu);
+    }
+    seen = std::max(seen, here);
+  }
+  *largest = value(seen);
+}
+
 template <class From>
 void decode(const uint8_t* __restrict__ q, int64_t count, float* __restrict__ out, int threads) {
 #pragma omp parallel for num_threads(threads)
@@ -168,6 +210,13 @@ void fp8_quantize(const void* x, int dtype, int64_t rows, int64_t cols, int axis
   if (dtype == FP32) (e5m2 ? quantize<Float32, E5M2> : quantize<Float32, E4M3>)(x, rows, cols, axis, scale, out, as_fp32, threads);
   if (dtype == BF16) (e5m2 ? quantize<BFloat16, E5M2> : quantize<BFloat16, E4M3>)(x, rows, cols, axis, scale, out, as_fp32, threads);
   if (dtype == FP16) (e5m2 ? quantize<Float16, E5M2> : quantize<Float16, E4M3>)(x, rows, cols, axis, scale, out, as_fp32, threads);
+}
+
+void fp8_delayed(const void* x, int dtype, int64_t count, float reach, int e5m2, float* scale, float* rounded,
+                 uint8_t* codes, float* largest, int threads) {
+  if (dtype == FP32) (e5m2 ? delayed<Float32, E5M2> : delayed<Float32, E4M3>)(x, count, reach, scale, rounded, codes, largest, threads);
+  if (dtype == BF16) (e5m2 ? delayed<BFloat16, E5M2> : delayed<BFloat16, E4M3>)(x, count, reach, scale, rounded, codes, largest, threads);
+  if (dtype == FP16) (e5m2 ? delayed<Float16, E5M2> : delayed<Float16, E4M3>)(x, count, reach, scale, rounded, codes, largest, threads);
 }
 
 void fp8_decode(const uint8_t* q, int e5m2, int64_t count, float* out, int threads) {

@@ -80,6 +80,10 @@ def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
     loaded.fp8_amax.argtypes = (pointer, integer, size, size, integer, pointer, integer)
     loaded.fp8_quantize.argtypes = (pointer, integer, size, size, integer, pointer, integer, integer, pointer, integer)
     loaded.fp8_decode.argtypes = (pointer, integer, size, pointer, integer)
-    for function in (loaded.fp8_amax, loaded.fp8_quantize, loaded.fp8_decode):
+    loaded.fp8_delayed.argtypes = (
+        *(pointer, integer, size, ctypes.c_float, integer),
+        *(pointer, pointer, pointer, pointer, integer),
+    )
+    for function in (loaded.fp8_amax, loaded.fp8_quantize, loaded.fp8_delayed, loaded.fp8_decode):
         function.restype = None
     return loaded

@@ -3,6 +3,7 @@
     scales(x)          -> quant_scale, dequant_scale     kernels/quantize.py, first half
     cast(x, scale)     -> q: fp8                         second half
     round(x, scale)    -> the same values in FP32, for a gemm in the same graph: no bytes are written and read back
+    quantize_delayed(x, scale)  -> both of them and the amax in one read      kernels/delayed_scaling.py
     decode(q)          -> FP32
     scaled_product(a, b, scale_a, scale_b)  -> y         kernels/scaled_mm.py, for operands in FP8 or in FP32 with
                                                          FP8 values; the FP32 gemm is MKL's
@@ -44,6 +45,30 @@ def cast(x: Tensor, quant_scale: Tensor, dtype: torch.dtype, block: list[int]) -
 
 def round(x: Tensor, quant_scale: Tensor, dtype: torch.dtype, block: list[int]) -> Tensor:
     return _quantize(x, quant_scale, dtype, block, torch.empty(x.shape, dtype=torch.float32))
+
+
+def quantize_delayed(
+    x: Tensor, quant_scale: Tensor, dtype: torch.dtype, margin: int, rounded: bool, codes: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Rounded values, codes (each empty unless wanted), quant_scale as used, dequant_scale, amax."""
+    x = x.contiguous()
+    as_fp32, as_fp8, used, dequant_scale, amax = _fake_quantize_delayed(x, quant_scale, dtype, margin, rounded, codes)
+    used.copy_(quant_scale)
+    library().fp8_delayed(
+        *(x.data_ptr(), _DTYPES[x.dtype], x.numel(), 2.0**margin, dtype == E5M2.dtype, used.data_ptr()),
+        *(as_fp32.data_ptr() if rounded else None, as_fp8.data_ptr() if codes else None),
+        *(amax.data_ptr(), _threads()),
+    )
+    torch.reciprocal(used, out=dequant_scale)
+    return as_fp32, as_fp8, used, dequant_scale, amax
+
+
+def _fake_quantize_delayed(
+    x: Tensor, quant_scale: Tensor, dtype: torch.dtype, margin: int, rounded: bool, codes: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    values = x.new_empty(x.shape if rounded else (0,), dtype=torch.float32)
+    encoded = x.new_empty(x.shape if codes else (0,), dtype=dtype)
+    return values, encoded, *(x.new_empty((1, 1), dtype=torch.float32) for _ in range(3))  # type: ignore[return-value]
 
 
 def decode(q: Tensor) -> Tensor:
@@ -126,6 +151,12 @@ round_op = _define(
     "round(Tensor x, Tensor quant_scale, ScalarType dtype, int[2] block) -> Tensor",
     round,
     lambda x, quant_scale, dtype, block: x.new_empty(x.shape, dtype=torch.float32),
+)
+quantize_delayed_op = _define(
+    "quantize_delayed(Tensor x, Tensor quant_scale, ScalarType dtype, int margin, bool rounded, bool codes) -> "
+    "(Tensor rounded, Tensor codes, Tensor quant_scale, Tensor dequant_scale, Tensor amax)",
+    quantize_delayed,
+    _fake_quantize_delayed,
 )
 decode_op = _define("decode(Tensor q) -> Tensor", decode, lambda q: q.new_empty(q.shape, dtype=torch.float32))
 scaled_product_op = _define(
