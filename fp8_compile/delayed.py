@@ -58,14 +58,15 @@ class LookFirst:
     def __init__(self, compiled: Callable[..., Any], looking: Callable[..., Any], pool: GraphPool) -> None:
         self.compiled, self.looking = compiled, looking
         self.state, self.places = pool.state, dict(pool.places)
-        self.passes = 0
+        self.passes, self.epoch = 0, -1  # of the state, when its histories were last found complete
 
     def __call__(self, *args: Any) -> Any:
-        if self.passes is not None and not any(isinstance(arg, FakeTensor) for arg in args):
-            if self.passes < FIRST_PASSES and self.state.without_history(self.places.values()):
-                self.passes += 1
-                return self.looking(*args)
-            self._finish()
+        if self.epoch == self.state.epoch or any(isinstance(arg, FakeTensor) for arg in args):
+            return self.compiled(*args)
+        if self.passes < FIRST_PASSES and self.state.without_history(self.places.values()):
+            self.passes += 1
+            return self.looking(*args)
+        self._finish()
         return self.compiled(*args)
 
     def _finish(self) -> None:
@@ -78,8 +79,7 @@ class LookFirst:
                 ", ".join(map(str, left)),
             )
             self.state.start_at_one(self.places[slot] for slot in left)
-        self.passes = None
-        self.looking = self.compiled  # what it holds can go
+        self.passes, self.epoch = 0, self.state.epoch
 
 
 def _kinds(config: Config, rules: Rules, device: torch.device) -> list[PageKind]:

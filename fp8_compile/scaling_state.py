@@ -49,6 +49,11 @@ class Page:
             self.counts = torch.zeros(2, capacity, dtype=torch.int32)
             self.stats = torch.zeros(capacity, 5, dtype=torch.float64)
 
+    def clear(self) -> None:
+        self.amaxes.fill_(ABSENT)
+        for tensor in (self.history, self.scales, self.counts, self.stats):
+            tensor.zero_()
+
     def settle(self) -> None:
         """Do the update that the next pass would begin with: what was recorded becomes history."""
         kind = self.kind
@@ -93,6 +98,7 @@ class ScalingState:
         self._model = weakref.ref(model) if model is not None else None
         self.pages: list[Page] = []
         self._waiting: dict[str, dict[str, Tensor]] = {}  # loaded, for slots that no graph has asked for yet
+        self.epoch = 0  # goes up when histories are replaced: whoever believed that they were there looks again
 
     def settle(self) -> None:
         """Bring histories and scales up to date with the last pass."""
@@ -120,6 +126,15 @@ class ScalingState:
             if slot in places:
                 self.pages[places[slot].page].set_row(places[slot].row, row)
         self._waiting = {slot: row for slot, row in rows.items() if slot not in places}
+        self.epoch += 1
+
+    def reset(self) -> None:
+        """Forget all histories, as when weights or data are replaced by very different ones: the next pass takes each
+        tensor's scale from the tensor itself, as the first one did."""
+        for page in self.pages:
+            page.clear()
+        self._waiting.clear()
+        self.epoch += 1
 
     def stats(self) -> StatsTable:
         """One row a slot: what was saturated, what was flushed to zero, amax, scale, signal to quantization noise."""

@@ -161,7 +161,7 @@ class _Page:
             new = self._emit(update_op, *fields.values(), *self.rule)
             results = {field: self._part(new, index) for index, field in enumerate(("history", "scales", "counts"))}
             recorded = (self.amaxes, self.rows) if records else ([], [])
-            results["amaxes"] = self._emit(record_op, fields["amaxes"], results["counts"], *recorded, first_only, made)
+            results["amaxes"] = self._emit(record_op, fields["amaxes"], results["counts"], *recorded, first_only, [self.known, *made])
             for field, result in results.items():
                 self._emit(aten.copy_.default, fields[field], result)
             if stats:

@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8_compile.kernels.relayout import relayout, relayout_op
 
-from .emit import NEVER_SAVED, emit, inline
+from .emit import NEVER_SAVED, emit, inline, value
 from .find_matmuls import root_of
 from .graph_pass import GraphPass, PassReport
 
@@ -46,8 +47,10 @@ def saved_relayouts(graph: fx.Graph) -> list[fx.Node]:
 
 
 def made_by_reduction(node: fx.Node) -> bool:
-    """Whether a node is computed, element by element, from a reduction of its own row: a norm's output is."""
-    return any(torch.Tag.reduction in _op_tags(one) for one in _pointwise_sources(node))
+    """Whether a node is computed, element by element, from a reduction of its own row: a norm's output is.
+    One number for the whole tensor, a scale, does not count: it is there before the kernel starts."""
+    reductions = (one for one in _pointwise_sources(node) if torch.Tag.reduction in _op_tags(one))
+    return any(not statically_known_true(value(one).numel() == 1) for one in reductions)
 
 
 def made_pointwise(node: fx.Node) -> bool:

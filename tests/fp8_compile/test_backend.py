@@ -158,7 +158,7 @@ def test_a_graph_break_makes_two_reports_and_gradients_flow_through() -> None:
 
 
 def test_a_recompile_adds_a_report_with_the_new_sizes() -> None:
-    model, backend = mlp(), UncompiledBackend()
+    model, backend = mlp(), UncompiledBackend(Config(recipe="tensorwise"))
     compiled = torch.compile(model, backend=backend, dynamic=False)
     for tokens in (4, 6, 4):
         x = torch.randn(tokens, D)
@@ -209,7 +209,7 @@ def test_activation_checkpointing_gives_the_same_bits_and_the_same_rows() -> Non
 
 def test_accumulated_gradients_are_the_sum_of_the_gradients() -> None:
     model = mlp()
-    compiled = torch.compile(model, backend=UncompiledBackend())
+    compiled = torch.compile(model, backend=UncompiledBackend(Config(recipe="tensorwise")))
     batches, apart = [torch.randn(8, D) for _ in range(3)], torch.zeros(48, D)
     for x in batches:
         model.zero_grad()
@@ -232,7 +232,7 @@ def test_the_state_dict_does_not_change_by_compiling_and_running() -> None:
 
 
 def test_new_weights_are_seen_without_recompiling() -> None:
-    model, backend, x = mlp(), UncompiledBackend(), torch.randn(8, D)
+    model, backend, x = mlp(), UncompiledBackend(Config(recipe="tensorwise")), torch.randn(8, D)
     compiled = torch.compile(model, backend=backend)
     compiled(x)
     model.load_state_dict({name: 3 * tensor for name, tensor in model.state_dict().items()})

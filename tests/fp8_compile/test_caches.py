@@ -126,14 +126,14 @@ REPORT = Report((ROW,), "tensorwise", "cpu")
 
 def test_a_stored_report_comes_back_marked_as_a_hit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = entry(tmp_path, monkeypatch)
-    made.write(REPORT)
+    made.write(REPORT, [])
     found = entry(tmp_path, monkeypatch)
     assert found.key == made.key, "Inductor's key must be the same, or its cache is never warm"
     assert found.read().rows == REPORT.rows and found.read().cache == "hit"
 
 
 def test_what_differs_has_an_entry_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    entry(tmp_path, monkeypatch).write(REPORT)
+    entry(tmp_path, monkeypatch).write(REPORT, [])
     assert entry(tmp_path, monkeypatch, key="other").stored is None
     assert entry(tmp_path, monkeypatch, size=9).stored is None
 
@@ -144,7 +144,7 @@ DAMAGED = ["", "{", "[]", "null", '{"word": 1}', '{"word": "x", "report": {}}', 
 @pytest.mark.parametrize("damage", DAMAGED)
 def test_a_damaged_report_means_compiling_again(damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = entry(tmp_path, monkeypatch)
-    made.write(REPORT)
+    made.write(REPORT, [])
     made.path.write_text(damage)
     again = entry(tmp_path, monkeypatch)
     assert again.stored is None and again.key != made.key, "code whose report is lost must not be found"
@@ -153,5 +153,5 @@ def test_a_damaged_report_means_compiling_again(damage: str, tmp_path: Path, mon
 def test_a_cache_that_cannot_be_written_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = entry(tmp_path, monkeypatch)
     (tmp_path / "fp8_compile").write_text("a file where the folder should be")
-    made.write(REPORT)
+    made.write(REPORT, [])
     assert entry(tmp_path, monkeypatch).stored is None

@@ -69,15 +69,15 @@ def test_golden_of_the_gemms_of_a_backward_graph() -> None:
     after, _ = after_split(halves(32, 64, 4).backward)
     kept = ("relayout", "_scaled_mm")
     expecttest.assert_expected_inline(render(after, lambda node: op_name(node) in kept), """\
-relayout: e5m2[32, 16] = relayout(to, True, 1, 16)
-relayout_1: e4m3[64, 16] = relayout(convert_element_type_default_2, True, 1, 16)
+relayout: e5m2[32, 16] = relayout(to, True, 1, 16, False)
+relayout_1: e4m3[64, 16] = relayout(convert_element_type_default_2, True, 1, 16, False)
 _scaled_mm: f32[32, 64] = _scaled_mm(relayout, relayout_1.T, add, add_tensor_2)
-relayout_2: e4m3[64, 32] = relayout(to_1, True, 1, 1)
+relayout_2: e4m3[64, 32] = relayout(to_1, True, 1, 1, False)
 _scaled_mm_1: f32[8, 64] = _scaled_mm(to, relayout_2.T, add, add_tensor_3)
-relayout_3: e5m2[64, 16] = relayout(to_2, True, 1, 16)
-relayout_4: e4m3[32, 16] = relayout(convert_element_type_default, True, 1, 16)
+relayout_3: e5m2[64, 16] = relayout(to_2, True, 1, 16, False)
+relayout_4: e4m3[32, 16] = relayout(convert_element_type_default, True, 1, 16, False)
 _scaled_mm_2: f32[64, 32] = _scaled_mm(relayout_3, relayout_4.T, add_1, add_tensor)
-relayout_5: e4m3[32, 64] = relayout(to_3, True, 1, 1)
+relayout_5: e4m3[32, 64] = relayout(to_3, True, 1, 1, False)
 _scaled_mm_3: f32[8, 32] = _scaled_mm(to_2, relayout_5.T, add_1, add_tensor_1)
 return _scaled_mm_2, view_3, _scaled_mm
 """)
@@ -95,7 +95,10 @@ def test_chains_that_share_their_first_ops_stay_two_copies() -> None:
     graph.output([first, second])
     after, changes = after_split(graph)
     assert (changes, ops(after)) == (2, {"relayout": 2})
-    assert [node.args[1:] for node in after.nodes if op_name(node) == "relayout"] == [(True, 1, 16), (True, 16, 16)]
+    assert [node.args[1:] for node in after.nodes if op_name(node) == "relayout"] == [
+        (True, 1, 16, False),
+        (True, 16, 16, False),
+    ]
     assert_same_results(graph, after, [torch.randn(5, 24).to(E4M3)])
 
 

@@ -127,7 +127,7 @@ def split(model: nn.Module | Callable[..., Any], *args: Any, dynamic: bool = Fal
         return make_boxed_func(lambda *inputs: ReferenceInterpreter(gm).run(*inputs))
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        config = Config(**{**options, "inductor": {**options.get("inductor", {}), **NO_CACHE}})
+        config = Config(**{"recipe": "tensorwise", **options, "inductor": {**options.get("inductor", {}), **NO_CACHE}})
         compiled, report = compile_graph(gm, example_inputs, config, inner_compile=inner)
         reports.append(report)
         return compiled
@@ -140,7 +140,7 @@ def split(model: nn.Module | Callable[..., Any], *args: Any, dynamic: bool = Fal
 
 def make(target: str = "cpu", **options: Any) -> Rules:
     """The rules that the backend would make of these options."""
-    config = Config(target=target, **options)
+    config = Config(**{"recipe": "tensorwise", "target": target, **options})
     return make_rules(config, Target.parse(target), Selection(config.include, config.exclude))
 
 
