@@ -155,8 +155,10 @@ class _Graph:
                 pool.adopt(stored.slots)
         if dump:
             dump.write_report(report)
-        if pool and pool.places and not looks_first:
-            compiled = delayed_state.LookFirst(compiled, self._compile_looking(), pool)
+        if pool and pool.places:
+            if not looks_first:
+                compiled = delayed_state.LookFirst(compiled, self._compile_looking(), pool)
+            compiled = delayed_state.CountOnce(compiled, pool)
         return compiled, report
 
     def _compile_looking(self) -> Callable[..., Any]:
@@ -195,6 +197,7 @@ def make_rules(config: Config, target: Target, selection: Selection) -> Rules:
         excluded=selection.reason_against,
         min_dim=config.min_dim,
         unquantized=frozenset(role for field, role in fields.items() if not getattr(config, field)),
+        stochastic=frozenset({Role.GRAD_OUTPUT}) if config.stochastic_rounding else frozenset(),
         recipe_supported=config.recipe in target.recipes,
         alignment=target.alignment,
         needs_k_contiguous=target.needs_k_contiguous,

@@ -150,8 +150,6 @@ class Config:
 
     def _check_planned(self) -> None:
         planned = []
-        if self.stochastic_rounding:
-            planned.append("stochastic_rounding=True")
         if self.loss_scale is not None:
             planned.append(f"loss_scale={self.loss_scale!r}")
         if planned:

@@ -16,6 +16,8 @@ from torch import fx
 from torch._dynamo.source import SyntheticLocalSource
 from torch._subclasses import FakeTensor
 
+from fp8_compile.kernels.delayed_scaling import ABSENT
+
 from .config import Config
 from .passes.decide import Rules
 from .passes.delay_scales import UpdateRule
@@ -80,6 +82,32 @@ class LookFirst:
             )
             self.state.start_at_one(self.places[slot] for slot in left)
         self.passes, self.epoch = 0, self.state.epoch
+
+
+class CountOnce:
+    """Run ``compiled``; where that is a recomputation, leave no trace of it in the state.
+
+    A forward that runs inside a backward is a checkpoint's recomputation. The state still has the scales of the first
+    run, because what that run recorded is taken over only when the next pass begins: hidden for a moment, it makes the
+    second run the same as the first, bit for bit.
+    """
+
+    def __init__(self, compiled: Callable[..., Any], pool: GraphPool) -> None:
+        self.compiled = compiled
+        self.pages = [pool.state.pages[index] for index in {place.page for place in pool.places.values()}]
+
+    def __call__(self, *args: Any) -> Any:
+        if torch._C._current_graph_task_id() == -1:
+            return self.compiled(*args)
+        kept = [(page.amaxes.clone(), page.stats.clone()) for page in self.pages]
+        for page in self.pages:
+            page.amaxes.fill_(ABSENT)
+        try:
+            return self.compiled(*args)
+        finally:
+            for page, (amaxes, stats) in zip(self.pages, kept):
+                page.amaxes.copy_(amaxes)
+                page.stats.copy_(stats)
 
 
 def _kinds(config: Config, rules: Rules, device: torch.device) -> list[PageKind]:

@@ -44,6 +44,7 @@ class Rules:
     alignment: int = 16
     needs_k_contiguous: bool = True
     e5m2_by_e5m2: bool = False
+    stochastic: frozenset[Role] = frozenset()  # what is rounded at random
     only_output: torch.dtype | None = None  # the one dtype that the recipe's gemm can write
 
 

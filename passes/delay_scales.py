@@ -23,6 +23,7 @@ from fp8_compile.kernels.delayed_scaling import (
 )
 from fp8_compile.kernels.formats import format_of
 from fp8_compile.kernels.quantize import block_amax, quantize_op
+from fp8_compile.kernels.stochastic_cast import cast_stochastic
 
 from .emit import emit, first_call, getitem, inline
 from .find_matmuls import is_backward
@@ -110,7 +111,10 @@ class DelayScales(GraphPass):
                 quant_scale, dequant_scale = inline(graph, _look_first, *arguments, like=node, tags=scale_marks)
                 for index, scale in ((QUANT, quant_scale), (DEQUANT, dequant_scale)):
                     scale.meta.update(fp8_scale=index, recompute=CheckpointPolicy.MUST_SAVE)
-            q = inline(graph, cast_delayed, x, quant_scale, dtype, like=node, tags={"fp8_kind": CAST, **marks})
+            if node.meta["fp8_stochastic"]:
+                q = inline(graph, cast_stochastic, x, quant_scale, dtype, like=node)
+            else:
+                q = inline(graph, cast_delayed, x, quant_scale, dtype, like=node, tags={"fp8_kind": CAST, **marks})
             counted = None
             if self.stats:
                 counted = inline(graph, count, x, q, quant_scale, dequant_scale, page.largest, like=node)

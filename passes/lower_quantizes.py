@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import operator
 
+import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fp8_compile.kernels.quantize import cast, quantize_op, scales
+from fp8_compile.kernels.quantize import Block, cast, quantize_op, scales, spread
+from fp8_compile.kernels.stochastic_cast import cast_stochastic
 
 from .emit import inline
 from .graph_pass import GraphPass, PassReport
@@ -38,8 +40,11 @@ class LowerQuantizes(GraphPass):
                 quant_scale, dequant_scale = inline(graph, scales, x, dtype, block, like=node, tags=tags)
                 for index, scale in enumerate((quant_scale, dequant_scale)):
                     scale.meta.update(fp8_scale=index, recompute=CheckpointPolicy.MUST_SAVE)
-                tags = {"fp8_kind": CAST, **arguments}
-                q = inline(graph, cast, x, quant_scale, dtype, block, like=node, tags=tags)
+                if node.meta.get("fp8_stochastic"):
+                    q = inline(graph, _cast_stochastic, x, quant_scale, dtype, block, like=node)
+                else:
+                    tags = {"fp8_kind": CAST, **arguments}
+                    q = inline(graph, cast, x, quant_scale, dtype, block, like=node, tags=tags)
             results = (q, dequant_scale)
             for user in list(node.users):
                 assert user.target is operator.getitem, user.format_node()
@@ -47,6 +52,12 @@ class LowerQuantizes(GraphPass):
                 graph.erase_node(user)
             graph.erase_node(node)
         return PassReport(len(nodes), "quantizes lowered")
+
+
+def _cast_stochastic(
+    x: torch.Tensor, quant_scale: torch.Tensor, dtype: torch.dtype, block: Block
+) -> torch.Tensor:
+    return cast_stochastic(x, spread(quant_scale, x.shape, block), dtype)
 
 
 def is_scale(node: fx.Node) -> bool:

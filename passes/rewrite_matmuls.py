@@ -113,7 +113,8 @@ class _Editor:
         rows_first = flipped != is_left  # the base lies as [rows, contraction]: x of x @ w, w of x @ w.T
         block = plan.block if rows_first else plan.block[::-1]
         role = (self.site.left if is_left else self.site.right).role
-        tags = {"fp8_slot": Slot(self.site.module, self.site.ordinal, role, part)}
+        slot = Slot(self.site.module, self.site.ordinal, role, part)
+        tags = {"fp8_slot": slot, "fp8_stochastic": role in self.rules.stochastic}
         both = self._emit(quantize_op, base, plan.format.dtype, list(block), tags=tags)
         q, scale = getitem(self.graph, both, 0), getitem(self.graph, both, 1)
         if self.rules.needs_k_contiguous:
