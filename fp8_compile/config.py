@@ -150,6 +150,8 @@ class Config:
 
     def _check_planned(self) -> None:
         planned = []
+        if self.warmup_steps:
+            planned.append(f"warmup_steps={self.warmup_steps}")
         if self.loss_scale is not None:
             planned.append(f"loss_scale={self.loss_scale!r}")
         if planned:

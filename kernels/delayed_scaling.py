@@ -44,7 +44,7 @@ def cast_delayed(x: Tensor, quant_scale: Tensor, dtype: torch.dtype) -> Tensor:
 def scale_of(amax: Tensor, largest: float, margin: int) -> Tensor:
     """``F / (amax * 2**margin)``, finite and above 0."""
     reach = (amax * 2.0**margin).clamp_max(LARGEST_SCALE)
-    return (largest / reach).clamp_max(LARGEST_SCALE)
+    return (reach.reciprocal() * largest).clamp_max(LARGEST_SCALE)  # what PyTorch makes of largest / reach, too
 
 
 def first_scale(quant_scale: Tensor, amax: Tensor, largest: float, margin: int) -> Tensor:
@@ -124,12 +124,12 @@ def count(x: Tensor, q: Tensor, quant_scale: Tensor, dequant_scale: Tensor, larg
 
     Of finite elements; of others there is no error to speak of.
     """
-    wide = x.to(torch.float32)
-    finite = wide.abs() < torch.inf
-    wide = torch.where(finite, wide, 0.0)
-    back = torch.where(finite, q.to(torch.float32), 0.0) * dequant_scale
+    finite = x.abs() < torch.inf
+    wide = torch.where(finite, x.to(torch.float32), 0.0)
     saturated = (wide * quant_scale).abs() > largest
-    flushed = (wide != 0) & (back == 0)
+    flushed = (wide != 0) & (q.to(torch.float32) == 0)
+    wide = wide.to(torch.float64)  # FP32 would lose the squares of small gradients
+    back = torch.where(finite, q.to(torch.float64), 0.0) * dequant_scale
     sums = [part.sum(dtype=torch.float64) for part in (finite, saturated, flushed, wide * wide, (wide - back) ** 2)]
     return torch.stack(sums)
 

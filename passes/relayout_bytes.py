@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8_compile.kernels.relayout import relayout, relayout_op
 
-from .emit import NEVER_SAVED, emit, inline, value
+from .emit import NEVER_SAVED, emit, inline
 from .find_matmuls import root_of
 from .graph_pass import GraphPass, PassReport
+from .lower_quantizes import is_scale
 
 KIND = "relayout"
 MOST_SOURCES = 64  # how far back to look for where a tensor comes from
@@ -47,10 +47,8 @@ def saved_relayouts(graph: fx.Graph) -> list[fx.Node]:
 
 
 def made_by_reduction(node: fx.Node) -> bool:
-    """Whether a node is computed, element by element, from a reduction of its own row: a norm's output is.
-    One number for the whole tensor, a scale, does not count: it is there before the kernel starts."""
-    reductions = (one for one in _pointwise_sources(node) if torch.Tag.reduction in _op_tags(one))
-    return any(not statically_known_true(value(one).numel() == 1) for one in reductions)
+    """Whether a node is computed, element by element, from a reduction of its own row: a norm's output is."""
+    return any(torch.Tag.reduction in _op_tags(one) for one in _pointwise_sources(node))
 
 
 def made_pointwise(node: fx.Node) -> bool:
@@ -60,12 +58,14 @@ def made_pointwise(node: fx.Node) -> bool:
 
 
 def _pointwise_sources(node: fx.Node) -> list[fx.Node]:
-    """A node, without its views and casts, and the nodes it is computed from element by element."""
+    """A node, without its views and casts, and the nodes it is computed from element by element, scales aside: these
+    are there before the kernel starts."""
     found: dict[fx.Node, None] = {root_of(node): None}
     for one in (pending := list(found)):
         if torch.Tag.pointwise not in _op_tags(one) or len(found) > MOST_SOURCES:
             continue
-        new = [source for arg in one.all_input_nodes if (source := root_of(arg)) not in found]
+        arguments = [root_of(arg) for arg in one.all_input_nodes if not is_scale(arg)]
+        new = [arg for arg in arguments if arg not in found]
         found.update(dict.fromkeys(new))
         pending += new
     return list(found)

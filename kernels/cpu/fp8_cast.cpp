@@ -155,7 +155,8 @@ void delayed(const void* x, int64_t count, float reach, float* scale, float* rou
   if (*scale == 0) {
     amax<In>(from, 1, count, WHOLE, largest, threads);
     bool usable = *largest > 0 && *largest <= most;
-    *scale = usable ? std::min(To::max / std::min(*largest * reach, most), most) : 1.0f;
+    // Two roundings, as a number over a tensor has them in PyTorch: reciprocal, then product.
+    *scale = usable ? std::min((1.0f / std::min(*largest * reach, most)) * To::max, most) : 1.0f;
   }
   float s = *scale;
   uint32_t seen = 0;

@@ -11,6 +11,8 @@ import contextlib
 import types
 from typing import Any, Iterator
 
+import numpy as np
+import torch
 import triton.experimental.gluon  # noqa: F401  the first launch imports it, and it would meet twins
 import triton.language as tl
 from triton.runtime import interpreter
@@ -36,6 +38,7 @@ def interpreted(*modules: types.ModuleType, correct: bool = True) -> Iterator[No
     places = {id(place): place for place in (*modules, *LANGUAGE, *PATCHED)}.values()
     before = [(place, dict(vars(place))) for place in places]
     twins: dict[int, Twin] = {}  # by identity: hashing a jitted function reads its globals
+    Twin.rewritten_fn = {}  # what is rewritten needs the names that are taken away again below
     with corrected() if correct else contextlib.nullcontext():
         for place in (*modules, *LANGUAGE):
             for name, value in list(vars(place).items()):
@@ -43,7 +46,8 @@ def interpreted(*modules: types.ModuleType, correct: bool = True) -> Iterator[No
                     setattr(place, name, twins.setdefault(id(value), Twin(value.fn)))
         try:
             interpreter._patch_lang(_sees_the_language)
-            yield
+            with np.errstate(all="ignore"):  # Inf - Inf and 1 / 0 are part of the tests, as on a GPU
+                yield
         finally:
             for place, names in before:
                 for name in vars(place).keys() - names.keys():
@@ -51,6 +55,19 @@ def interpreted(*modules: types.ModuleType, correct: bool = True) -> Iterator[No
                 for name, value in names.items():
                     if vars(place)[name] is not value:
                         setattr(place, name, value)
+
+
+def check_same(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """The same shape, dtype and bits, the sign of a zero included; a NaN may be any NaN."""
+    assert actual.shape == expected.shape and actual.dtype == expected.dtype
+    assert actual.is_contiguous() or actual.numel() == 0
+    if not actual.is_floating_point():
+        assert torch.equal(actual, expected)
+        return
+    wide, wanted = actual.double(), expected.double()
+    assert torch.equal(wide.isnan(), wanted.isnan())
+    wide, wanted = (x[~x.isnan()] for x in (wide, wanted))
+    assert torch.equal(wide, wanted) and torch.equal(wide.signbit(), wanted.signbit())
 
 
 def _sees_the_language() -> tuple[types.ModuleType, types.ModuleType]:

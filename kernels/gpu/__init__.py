@@ -1,0 +1,1 @@
+"""Triton kernels for NVIDIA and AMD GPUs: one operation a file, its plain-PyTorch reference beside it."""

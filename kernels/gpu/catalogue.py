@@ -1,0 +1,130 @@
+"""Every kernel with the arguments it is compiled for ahead of time: tests and the benchmark take them from here.
+
+An entry is a kernel in one configuration: bf16 in, a gradient's E5M2 or an input's E4M3 out, rows that are contiguous.
+MI300 (gfx942) has FP8 formats of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Callable
+
+from triton.compiler import CompiledKernel
+from triton.runtime.jit import JITFunction
+
+from . import (
+    ahead_of_time,
+    nvfp4_pack,
+    quantize_amax,
+    quantize_blocks,
+    quantize_rows,
+    quantize_transpose,
+    stochastic_rounding,
+    update_scales,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A kernel, the types of its arguments, its constants, and what its code must show."""
+
+    kernel: JITFunction
+    types: dict[str, str]  # "*fp8" stands for the target's format
+    constants: dict[str, Any]
+    num_warps: int
+    wide_stores: bool = True  # all of its tensor outputs are written 16 bytes at a time
+    fp8_conversions: bool = True  # it rounds to FP8 by the hardware's instruction
+
+    def compiled(self, target: str, format: str = "e5m2") -> CompiledKernel:
+        """Compile for a target of ``ahead_of_time.TARGETS``."""
+        fp8 = f"*{fp8_type(target, format)}"
+        types = {name: fp8 if type == "*fp8" else type for name, type in self.types.items()}
+        return ahead_of_time.compile_for(target, self.kernel, types, self.constants, num_warps=self.num_warps)
+
+
+def fp8_type(target: str, format: str) -> str:
+    """Triton's name of E4M3 or E5M2 on a target."""
+    fnuz = target == "hip:gfx942"
+    return {"e4m3": "fp8e4b8" if fnuz else "fp8e4nv", "e5m2": "fp8e5b16" if fnuz else "fp8e5"}[format]
+
+
+SHAPE = {"rows": "i32", "cols": "i32", "row_stride": "i32"}
+CONTIGUOUS = {"col_stride": 1}  # the JIT makes a constant of it
+
+
+def _quantize_amax() -> Entry:
+    types = {"x_ptr": "*bf16", "quant_scale_ptr": "*fp32", "q_ptr": "*fp8", "amax_ptr": "*fp32", "numel": "i32"}
+    constants = {"LARGEST": 448.0, "BLOCK": quantize_amax.BLOCK}
+    return Entry(quantize_amax.quantize_amax_kernel, types, constants, quantize_amax.NUM_WARPS)
+
+
+def _quantize_transpose() -> Entry:
+    types = {"x_ptr": "*bf16", "quant_scale_ptr": "*fp32", "q_ptr": "*fp8", "q_t_ptr": "*fp8", "amax_ptr": "*fp32"}
+    blocks = {"BLOCK_R": quantize_transpose.BLOCK_R, "BLOCK_C": quantize_transpose.BLOCK_C}
+    constants = {"LARGEST": 448.0, **CONTIGUOUS, **blocks}
+    kernel = quantize_transpose.quantize_transpose_kernel
+    return Entry(kernel, types | SHAPE, constants, quantize_transpose.NUM_WARPS)
+
+
+def _quantize_blocks(square: bool) -> Entry:
+    types = {"x_ptr": "*bf16", "q_ptr": "*fp8", "q_t_ptr": "*fp8", "dequant_ptr": "*fp32", "dequant_t_ptr": "*fp32"}
+    constants = {"LARGEST": 448.0, "SQUARE": square, "SIZE": quantize_blocks.SIZE, **CONTIGUOUS}
+    return Entry(quantize_blocks.quantize_blocks_kernel, types | SHAPE, constants, quantize_blocks.NUM_WARPS)
+
+
+def _quantize_rows(fits: bool) -> Entry:
+    types = {"x_ptr": "*bf16", "q_ptr": "*fp8", "dequant_ptr": "*fp32", "cols": "i32", "row_stride": "i32"}
+    constants = {"LARGEST": 448.0, "FITS": fits, "BLOCK": quantize_rows.LONGEST, **CONTIGUOUS}
+    return Entry(quantize_rows.quantize_rows_kernel, types, constants, quantize_rows.ROW_WARPS)
+
+
+def _row_column_amax() -> Entry:
+    types = {"x_ptr": "*bf16", "row_bits_ptr": "*i32", "column_bits_ptr": "*i32"}
+    constants = {"TILE": quantize_rows.TILE, **CONTIGUOUS}
+    kernel = quantize_rows.row_column_amax_kernel
+    return Entry(kernel, types | SHAPE, constants, quantize_rows.TILE_WARPS, False, False)
+
+
+def _cast_rows_columns() -> Entry:
+    types = {"x_ptr": "*bf16", "row_bits_ptr": "*i32", "column_bits_ptr": "*i32", "q_ptr": "*fp8", "q_t_ptr": "*fp8"}
+    scales = {"dequant_ptr": "*fp32", "dequant_t_ptr": "*fp32"}
+    constants = {"LARGEST": 448.0, "TILE": quantize_rows.TILE, **CONTIGUOUS}
+    return Entry(quantize_rows.cast_rows_columns_kernel, types | scales | SHAPE, constants, quantize_rows.TILE_WARPS)
+
+
+def _stochastic_rounding() -> Entry:
+    types = {"x_ptr": "*bf16", "quant_scale_ptr": "*fp32", "q_ptr": "*fp8", "amax_ptr": "*fp32", "numel": "i32"}
+    format = {"LARGEST": 57344.0, "MANTISSA_BITS": 2, "MIN_EXPONENT": -14, "FNUZ": False}
+    constants = {**format, "BLOCK": stochastic_rounding.BLOCK}
+    kernel, num_warps = stochastic_rounding.stochastic_rounding_kernel, stochastic_rounding.NUM_WARPS
+    return Entry(kernel, types | {"seed": "i64"}, constants, num_warps, fp8_conversions=False)
+
+
+def _nvfp4_pack() -> Entry:
+    types = {"x_ptr": "*bf16", "global_scale_ptr": "*fp32", "codes_ptr": "*u8", "block_scales_ptr": "*fp8e4nv"}
+    constants = {"SMALLEST": nvfp4_pack.SMALLEST, "BLOCK": nvfp4_pack.BLOCK, "SIZE": nvfp4_pack.SIZE}
+    return Entry(nvfp4_pack.nvfp4_pack_kernel, types | {"blocks": "i32"}, constants, nvfp4_pack.NUM_WARPS)
+
+
+def _update_scales() -> Entry:
+    names = ("amaxes_ptr", "history_ptr", "scales_ptr", "counts_ptr", "known_ptr")
+    types = {name: "*i32" if name == "counts_ptr" else "*fp32" for name in names} | {"slots": "i32"}
+    _, constants = update_scales.launch_arguments(1024, 16, 448.0, 0, "p99", 1)
+    constants.pop("slots")
+    kernel, num_warps = update_scales.update_scales_kernel, update_scales.NUM_WARPS
+    return Entry(kernel, types, constants, num_warps, wide_stores=False, fp8_conversions=False)
+
+
+CATALOGUE: dict[str, Callable[[], Entry]] = {
+    "quantize_amax": _quantize_amax,
+    "quantize_transpose": _quantize_transpose,
+    "quantize_blocks 1x128": lambda: _quantize_blocks(square=False),
+    "quantize_blocks 128x128": lambda: _quantize_blocks(square=True),
+    "quantize_rows": lambda: _quantize_rows(fits=True),
+    "quantize_rows, long": lambda: _quantize_rows(fits=False),
+    "row_column_amax": _row_column_amax,
+    "cast_rows_columns": _cast_rows_columns,
+    "stochastic_rounding": _stochastic_rounding,
+    "nvfp4_pack": _nvfp4_pack,
+    "update_scales": _update_scales,
+}

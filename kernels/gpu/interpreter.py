@@ -1,0 +1,85 @@
+"""Make Triton's interpreter convert floats as the hardware does.
+
+    to FP8:    x.clamp(-F, F).to(fp8)      to nearest even, saturating, NaN stays NaN; torch's own cast on [-F, F]
+    the rest:  x.to(dtype)
+
+Symptom: under the interpreter (``TRITON_INTERPRET=1``) 125.7 becomes 64 in E4M3, ties round up, bf16 subnormals come
+out wrong, and the FNUZ formats of MI300 are refused. Cause: ``triton.runtime.interpreter._convert_float`` adds the
+rounding bit to the mantissa field alone, so that its carry is lost, and never looks at the sticky bits; ``to_ir`` there
+knows no FNUZ type. Scope: the interpreter of Triton 3.7; compiled kernels never come here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Iterator
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+
+from ..formats import BY_DTYPE
+
+TORCH = {
+    tl.float64: torch.float64,
+    tl.float32: torch.float32,
+    tl.float16: torch.float16,
+    tl.bfloat16: torch.bfloat16,
+    tl.float8e4nv: torch.float8_e4m3fn,
+    tl.float8e5: torch.float8_e5m2,
+    tl.float8e4b8: torch.float8_e4m3fnuz,
+    tl.float8e5b16: torch.float8_e5m2fnuz,
+}
+UNSIGNED = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
+FNUZ = {"fp8e4b8": "get_fp8e4b8_ty", "fp8e5b16": "get_fp8e5b16_ty"}
+
+
+def convert_float(input: np.ndarray, input_dtype: tl.dtype, output_dtype: tl.dtype, rounding_mode: Any) -> np.ndarray:
+    """The bits of ``input`` in ``output_dtype``, as unsigned integers: what ``_convert_float`` promises."""
+    nearest_even = interpreter._ir.ROUNDING_MODE.RTNE
+    if input_dtype not in TORCH or output_dtype not in TORCH or rounding_mode not in (None, nearest_even):
+        return _original_convert_float(input, input_dtype, output_dtype, rounding_mode)
+    source = torch.from_numpy(np.ascontiguousarray(input).view(np.uint8).copy()).view(TORCH[input_dtype])
+    target = TORCH[output_dtype]
+    if target in BY_DTYPE:
+        source = source.double().clamp(-BY_DTYPE[target].max, BY_DTYPE[target].max).to(source.dtype)
+    converted = source.to(target).contiguous().view(torch.uint8).numpy()
+    return converted.view(UNSIGNED[output_dtype.primitive_bitwidth]).reshape(input.shape)
+
+
+def _patch_lang_core(lang: Any, scope: Any) -> None:
+    _original_patch_lang_core(lang, scope)
+    known = lang.dtype.to_ir
+
+    def to_ir(self: tl.dtype, builder: Any) -> Any:
+        return getattr(builder, FNUZ[self.name])() if self.name in FNUZ else known(self, builder)
+
+    scope.set_attr(lang.dtype, "to_ir", to_ir)
+
+
+_original_convert_float = interpreter._convert_float
+_original_patch_lang_core = interpreter._patch_lang_core
+
+
+def install() -> None:
+    """Correct the interpreter of this process."""
+    interpreter._convert_float = convert_float
+    interpreter._patch_lang_core = _patch_lang_core
+
+
+def uninstall() -> None:
+    """Give Triton back its own functions."""
+    interpreter._convert_float = _original_convert_float
+    interpreter._patch_lang_core = _original_patch_lang_core
+
+
+@contextlib.contextmanager
+def corrected() -> Iterator[None]:
+    """``install`` for the length of a block."""
+    before = interpreter._convert_float, interpreter._patch_lang_core
+    install()
+    try:
+        yield
+    finally:
+        interpreter._convert_float, interpreter._patch_lang_core = before
