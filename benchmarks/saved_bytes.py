@@ -1,7 +1,8 @@
 """Bytes saved for backward: FP8 against the same bf16 model, both compiled by Inductor's partitioner.
 
 Nothing is computed: the step runs on fake tensors, and what autograd keeps between forward and backward is
-counted. Parameters are not, since they are there anyway.
+counted. Parameters are not, since they are there anyway. FP8 copies of weights, which delayed scaling makes in forward
+for a GPU's backward, are counted apart: they grow with the model and not with the batch.
 
     python benchmarks/saved_bytes.py
 """
@@ -17,7 +18,7 @@ from torch._subclasses import FakeTensorMode
 
 from fp8_compile import Config
 from fp8_compile.backend import compile_graph
-from fp8_compile.explain import NO_CACHE, run_uncompiled
+from fp8_compile.uncompiled import NO_CACHE, run_uncompiled
 
 TOKENS, WIDTH, HIDDEN = 4096, 2048, 8192
 
@@ -58,14 +59,19 @@ class ReLU(nn.Module):
         return self.down(nn.functional.relu(self.up(x)))
 
 
-def saved_bytes(block: type[nn.Module], config: Config | None) -> int:
-    """What one training forward of the block in bf16 keeps for its backward; ``config`` None: plain Inductor."""
+def saved_bytes(block: type[nn.Module], config: Config | None) -> tuple[int, int]:
+    """What one training forward of the block in bf16 keeps for its backward: of activations, of weights.
+
+    ``config`` None: plain Inductor.
+    """
     torch._dynamo.reset()
-    sizes: list[int] = []
+    sizes: list[tuple[int, int]] = []
 
     def inner_compile(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
         if kwargs.get("is_backward"):
-            sizes.append(sum(_bytes(node) for node in gm.graph.find_nodes(op="placeholder")))
+            kept = [node for node in gm.graph.find_nodes(op="placeholder") if _is_saved(node)]
+            weights = [node for node in kept if TOKENS not in node.meta["val"].shape]
+            sizes.append((_bytes(kept) - _bytes(weights), _bytes(weights)))
         return run_uncompiled(gm, inputs)
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -80,28 +86,30 @@ def saved_bytes(block: type[nn.Module], config: Config | None) -> int:
             torch.compile(block(), backend=backend)(x).sum().backward()
         finally:
             torch.set_default_dtype(torch.float32)
-    (size,) = sizes
-    return size
+    return sizes[0]
 
 
-def _bytes(node: fx.Node) -> int:
-    """Bytes of one input of the backward graph; neither gradients nor parameters (they are there anyway)."""
-    tensor = node.meta["val"]
-    is_parameter = node.name.startswith("primals") and tensor.shape[0] != TOKENS
-    if node.name.startswith("tangents") or is_parameter:
-        return 0
-    return tensor.numel() * tensor.element_size()
+def _is_saved(node: fx.Node) -> bool:
+    """Whether an input of the backward graph is neither a gradient nor a parameter."""
+    is_parameter = node.name.startswith("primals") and node.meta["val"].shape[0] != TOKENS
+    return not (node.name.startswith("tangents") or is_parameter)
+
+
+def _bytes(nodes: Sequence[fx.Node]) -> int:
+    return sum(node.meta["val"].numel() * node.meta["val"].element_size() for node in nodes)
 
 
 def main() -> None:
     print(f"bytes saved for backward, {TOKENS} tokens, d={WIDTH}, h={HIDDEN}, bf16 model; x: ratio to bf16")
     for block in (SwiGLU, GELU, ReLU):
-        base = saved_bytes(block, None)
+        base = sum(saved_bytes(block, None))
         print(f"{block.__name__:8} {'inductor bf16':24} {base / 1e6:8.1f} MB  1.00x")
         for target in ("cpu", "cuda:90"):
-            for recipe in ("tensorwise", "rowwise", "blockwise"):
-                size = saved_bytes(block, Config(recipe=recipe, target=target))
-                print(f"{block.__name__:8} {f'fp8 {recipe} {target}':24} {size / 1e6:8.1f} MB  {size / base:.2f}x")
+            for recipe in ("delayed", "tensorwise", "rowwise", "blockwise"):
+                size, weights = saved_bytes(block, Config(recipe=recipe, target=target))
+                copies = f"  and {weights / 1e6:.1f} MB of weights" if weights > 1e6 else ""
+                name = f"fp8 {recipe} {target}"
+                print(f"{block.__name__:8} {name:24} {size / 1e6:8.1f} MB  {size / base:.2f}x{copies}")
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ def print_curves(losses: dict[str, list[float]]) -> None:
 def print_ratios(losses: dict[str, list[float]], window: int) -> None:
     """How far each recipe is from full precision at the end."""
     steps = min(window, len(losses[FULL]))
-    print(f"\nMean loss of the last {steps} steps, and its ratio to FP32's; the largest ratio of a single step in them:\n")
+    print(f"\nMean loss of the last {steps} steps, its ratio to FP32's, and the largest ratio of a single step:\n")
     full = losses[FULL][-steps:]
     for name, curve in losses.items():
         ratio = statistics.mean(curve[-steps:]) / statistics.mean(full)

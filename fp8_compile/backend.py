@@ -23,6 +23,7 @@ from . import delayed as delayed_state
 from .config import Config
 from .double_backward import reject_double_backward
 from .fast_paths import open_fast_paths
+from .graph_pool import GraphPool, PoolFull
 from .module_names import ModuleNames, Selection
 from .passes.decide import Rules
 from .passes.delay_scales import DelayScales
@@ -30,7 +31,6 @@ from .passes.find_matmuls import Role
 from .passes.pipeline import JointPipeline, SplitPipeline
 from .report import Report
 from .report_cache import ReportCache
-from .scaling_state import GraphPool
 from .shared_frames import keep_apart, keep_each_apart
 from .target import Target
 from .uncompiled import NO_CACHE, run_uncompiled
@@ -100,7 +100,10 @@ def compile_graph(
     selection = Selection(config.include, config.exclude)
     selection.check(names.known)
     delayed = config.recipe == "delayed"
-    keep_each_apart() if delayed else keep_apart(selection)
+    if delayed:
+        keep_each_apart(gm)
+    else:
+        keep_apart(selection)
     folder = config.dump or os.environ.get("FP8_COMPILE_DUMP")
     graph = _Graph(
         gm,
@@ -115,7 +118,7 @@ def compile_graph(
     while True:
         try:
             return graph.compile(inner_compile, _new_dump(folder) if folder else None)
-        except delayed_state.PoolFull as full:
+        except PoolFull as full:
             delayed_state.make_room(graph.pool, full, config, graph.rules, device)  # type: ignore[arg-type]
 
 

@@ -115,16 +115,18 @@ class Config:
             raise ValueError(f"loss_scale expects None, 'dynamic' or a finite number above 0, got {scale!r}")
 
     def _check_numbers(self) -> None:
-        for name, least in (
-            ("amax_history_len", 1),
-            ("scale_update_interval", 1),
-            ("warmup_steps", 0),
-            ("min_dim", 1),
-            ("margin", -64),
+        for name, least, most in (
+            ("amax_history_len", 1, None),
+            ("scale_update_interval", 1, None),
+            ("warmup_steps", 0, None),
+            ("min_dim", 1, None),
+            ("margin", -64, 64),
         ):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ValueError(f"{name} expects a whole number of at least {least}, got {value!r}")
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if not whole or value < least or (most is not None and value > most):
+                bounds = f"of at least {least}" + (f" and at most {most}" if most is not None else "")
+                raise ValueError(f"{name} expects a whole number {bounds}, got {value!r}")
 
     def _check_flags(self) -> None:
         for field in dataclasses.fields(self):

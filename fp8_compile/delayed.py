@@ -1,4 +1,4 @@
-"""Delayed scaling in the backend: a graph is given its part of the model's state, and its first passes are taken care of.
+"""Delayed scaling in the backend: a graph gets its part of the model's state, and its first passes are looked after.
 
 The first passes of a graph have no history to take scales from. On a CPU a tensor without history is quantized with
 its own amax, in the same code. GPU code could do that only by reading every tensor twice, on every pass. There the
@@ -19,10 +19,12 @@ from torch._subclasses import FakeTensor
 from fp8_compile.kernels.delayed_scaling import ABSENT
 
 from .config import Config
+from .graph_pool import GraphPool, PoolFull
 from .passes.decide import Rules
 from .passes.delay_scales import UpdateRule
 from .passes.slot import BACKWARD, FIELDS, FORWARD, STATS
-from .scaling_state import GraphPool, PageKind, PoolFull, state_of_compilation
+from .scaling_page import PageKind
+from .scaling_state import state_of_compilation
 
 log = logging.getLogger("fp8_compile")
 
@@ -34,7 +36,7 @@ FIRST_PASSES = 8  # a slot that saw only zeros in as many passes is left at a sc
 
 def open_pool(gm: fx.GraphModule, config: Config, rules: Rules, device: torch.device) -> GraphPool:
     """The slots for a graph, with room for those it may need."""
-    return GraphPool(state_of_compilation(), _kinds(config, rules, device), SLOTS_A_MATMUL * max(8, _matmuls(gm)))
+    return GraphPool(state_of_compilation(gm), _kinds(config, rules, device), SLOTS_A_MATMUL * max(8, _matmuls(gm)))
 
 
 def make_room(pool: GraphPool, full: PoolFull, config: Config, rules: Rules, device: torch.device) -> None:
@@ -45,9 +47,11 @@ def make_room(pool: GraphPool, full: PoolFull, config: Config, rules: Rules, dev
 
 def attach_state(gm: fx.GraphModule, pool: GraphPool, *, stats: bool) -> None:
     """Make the state's tensors buffers of the graph: they reach the joint graph as placeholders with these names."""
+    sources = getattr(gm, "_param_name_to_source", None)  # a part of a graph that was split for DDP has none
     for name, tensor in pool.buffers((*FIELDS, STATS) if stats else FIELDS).items():
         gm.register_buffer(name, tensor)
-        gm._param_name_to_source[name] = SyntheticLocalSource(name)  # type: ignore[index,union-attr,assignment]
+        if sources is not None:
+            sources[name] = SyntheticLocalSource(name)  # AOTAutograd wants one, and no two alike
 
 
 def update_rule(config: Config) -> UpdateRule:

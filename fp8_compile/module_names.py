@@ -146,10 +146,21 @@ def compiled_root() -> nn.Module | None:
     return None
 
 
-def single_module() -> nn.Module | None:
-    """The module of a model that is being compiled, or the only one that a compiled function can see."""
-    roots = _roots()
-    return roots[0][1] if len(roots) == 1 else None
+def modules_read(gm: fx.GraphModule) -> dict[Any, nn.Module]:
+    """The outermost modules, by Dynamo's source for them, whose parameters and buffers a graph reads."""
+    found: dict[Any, nn.Module] = {}
+    for node in gm.graph.find_nodes(op="placeholder"):
+        source, outermost = _source_of(node), None
+        while source is not None:
+            if isinstance(_resolved(source), nn.Module):
+                outermost = source
+            source = getattr(source, "base", None)
+        if outermost is not None:
+            found[outermost] = _resolved(outermost)
+    return {
+        source: getattr(module, "_orig_mod", module)
+        for source, module in {id(module): (source, module) for source, module in found.items()}.values()
+    }
 
 
 def frame_code() -> Any:
@@ -191,14 +202,23 @@ def _translator() -> Any:
         return None
 
 
-def _input_name(node: fx.Node, tensors: dict[int, InputName]) -> InputName:
-    source = getattr(node.meta.get("grapharg"), "source", None) or getattr(node, "_dynamo_source", None)
-    if source is None:
-        return InputName()
-    tx = _translator()
+def _source_of(node: fx.Node) -> Any:
+    """Where Dynamo says that an input comes from."""
+    return getattr(node.meta.get("grapharg"), "source", None) or getattr(node, "_dynamo_source", None)
+
+
+def _resolved(source: Any) -> Any:
+    """The value behind a source; None for sources that only exist at run time (symbolic sizes, ephemeral values)."""
     try:
-        real = tx.output.resolve_source_value(source)
-    except Exception:  # sources that only exist at run time (symbolic sizes, ephemeral values) have no name
+        return _translator().output.resolve_source_value(source)
+    except Exception:
+        return None
+
+
+def _input_name(node: fx.Node, tensors: dict[int, InputName]) -> InputName:
+    source = _source_of(node)
+    real = _resolved(source) if source is not None else None
+    if real is None:
         return InputName()
     if id(real) in tensors:
         return tensors[id(real)]

@@ -9,30 +9,27 @@ from __future__ import annotations
 
 import logging
 
-from torch import nn
+from torch import fx, nn
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import LocalSource
 
-from .module_names import Selection, compiled_root, frame_module
-
+from .module_names import Selection, compiled_root, frame_module, modules_read
 
 log = logging.getLogger("fp8_compile")
 
 
-def keep_each_apart() -> None:
-    """Guard the frame's module, whatever its kind: code that has a module's scaling state built in is for it alone."""
-    variable, module = frame_module()
-    if module is None:
-        return
-    install_guard(LocalSource(variable, is_input=True).make_guard(GuardBuilder.ID_MATCH))
-    root = compiled_root() or module
-    alike = sum(type(other) is type(module) for other in root.modules())
-    limit = dynamo_config.recompile_limit
-    if alike >= limit:
-        # At the limit Dynamo runs the rest of the modules uncompiled, in full precision, with no error.
-        dynamo_config.recompile_limit = alike + limit
-        log.info("recompile_limit raised to %d: each %s is compiled by itself", alike + limit, type(module).__name__)
+def keep_each_apart(gm: fx.GraphModule) -> None:
+    """Guard the modules that a graph reads, whatever their kind: code with a module's scaling state is for it alone."""
+    for source, module in modules_read(gm).items():
+        install_guard(source.make_guard(GuardBuilder.ID_MATCH))
+        root = compiled_root() or module
+        alike = sum(type(other) is type(module) for other in root.modules())
+        limit = dynamo_config.recompile_limit
+        if alike >= limit:
+            # At the limit Dynamo runs the rest of the modules uncompiled, in full precision, with no error.
+            dynamo_config.recompile_limit = alike + limit
+            log.info("recompile_limit is now %d: each %s is compiled by itself", alike + limit, type(module).__name__)
 
 
 def keep_apart(selection: Selection) -> None:

@@ -98,7 +98,7 @@ def _summary(history: Tensor, entered: Tensor, algorithm: str) -> Tensor:
 
 def record(
     amaxes: Tensor,
-    counts: Tensor,
+    scales: Tensor,
     recorded: Sequence[Tensor],
     rows: Sequence[int],
     first_only: bool,
@@ -106,7 +106,7 @@ def record(
 ) -> Tensor:
     """The amaxes of a pass: one a slot, or where a slot was recorded twice the larger; absent elsewhere.
 
-    ``first_only``: of slots without history alone, as in inference. ``made``: tensors that are to be made in this pass
+    ``first_only``: of slots without a scale alone, as in inference. ``made``: tensors that are to be made in this pass
     because a later one will read them; nothing is done with them.
     """
     if not recorded:
@@ -116,7 +116,7 @@ def record(
     # As integers a NaN is above all numbers; |x| is never negative, the mark for an absent slot is.
     bits = torch.full_like(amaxes, ABSENT).view(torch.int32)
     new = bits.scatter_reduce(0, index, values.view(torch.int32), "amax").view(torch.float32)
-    return torch.where(counts[ENTERED] == 0, new, ABSENT) if first_only else new
+    return torch.where(scales[QUANT] == 0, new, ABSENT) if first_only else new
 
 
 def count(x: Tensor, q: Tensor, quant_scale: Tensor, dequant_scale: Tensor, largest: float) -> Tensor:
@@ -158,21 +158,22 @@ def _update_in_place(
 
 
 def _record_in_place(
-    amaxes: Tensor, counts: Tensor, recorded: Sequence[Tensor], rows: Sequence[int], first_only: bool
+    amaxes: Tensor, scales: Tensor, recorded: Sequence[Tensor], rows: Sequence[int], first_only: bool
 ) -> None:
-    amaxes.copy_(record(amaxes, counts, recorded, rows, first_only))
+    amaxes.copy_(record(amaxes, scales, recorded, rows, first_only))
 
 
 def _fake_update(amaxes: Tensor, history: Tensor, scales: Tensor, counts: Tensor, *rule: Any) -> tuple[Tensor, ...]:
     return tuple(state.new_empty(state.shape) for state in (history, scales, counts))
 
 
-# A pass over the graph begins with the update that follows from the pass before, and ends with new amaxes. So the scales
+# A pass over the graph begins with the update that follows from the pass before and ends with new amaxes. So the scales
 # have no reader that the update must wait for, and one small tensor holds those of this pass until backward needs them.
 # Before a graph is split its ops are functional, as they must be; afterwards (names with _) they work in place.
-_STATE, _IN_PLACE = "Tensor history, Tensor scales, Tensor counts", "Tensor(b!) history, Tensor(c!) scales, Tensor(d!) counts"
+_STATE = "Tensor history, Tensor scales, Tensor counts"
+_IN_PLACE = "Tensor(b!) history, Tensor(c!) scales, Tensor(d!) counts"
 _RULE = "float largest, int margin, str algorithm, int interval"
-_RECORD = "Tensor counts, Tensor[] recorded, int[] rows, bool first_only"
+_RECORD = "Tensor scales, Tensor[] recorded, int[] rows, bool first_only"
 _library = torch.library.Library("fp8_compile", "FRAGMENT")
 
 

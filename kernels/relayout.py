@@ -4,8 +4,8 @@
 
 R' and C' are the next multiples of ``row_multiple`` and ``col_multiple``.
 
-Inductor writes the kernel, fused with the cast that makes q unless the copy is to be ``separate``. The lowering here differs from ``permute`` and
-``constant_pad_nd`` in two ways:
+Inductor writes the kernel, fused with the cast that makes q unless the copy is to be ``separate``. The lowering here
+differs from ``permute`` and ``constant_pad_nd`` in two ways:
 
 - bytes are moved as integers: Triton may miscompile a transposed store of FP8 values (rare NaNs, triton#11111);
 - the result is a buffer with the dtype changed by a reinterpreting view. Inductor 2.13 takes a bitcast of a value
@@ -17,7 +17,6 @@ from __future__ import annotations
 import torch
 from torch._inductor.ir import ExternKernel
 from torch._inductor.lowering import clone, constant_pad_nd, permute, register_lowering, to_dtype_bitcast
-
 from torch._inductor.virtualized import V
 
 

@@ -64,13 +64,13 @@ class DelayScales(GraphPass):
              amax = amax(abs(x))
              ...
              history', scales', counts' = fp8_compile.update_scales(amaxes, history, scales, counts)
-             amaxes' = fp8_compile.record_amaxes(amaxes, counts', [amax, ...], [row, ...])
+             amaxes' = fp8_compile.record_amaxes(amaxes, scales', [amax, ...], [row, ...])
              copy_(history, history');  copy_(scales, scales');  copy_(counts, counts');  copy_(amaxes, amaxes')
 
     What forward quantizes is updated in forward, gradients in backward, all slots of a page at once. ``known`` is
     saved for backward. ``look_first``: a slot without history takes the scale of its own amax; that takes two reads
     of x, so GPU code has it only for the passes that fill the histories. An inference graph records nothing but for
-    slots that have no history. Inside a subgraph there is no place for state: nothing is done there.
+    slots that have no scale yet. Inside a subgraph there is no place for state: nothing is done there.
     """
 
     def __init__(self, pool: SlotPool, rule: UpdateRule, *, look_first: bool, stats: bool = False) -> None:
@@ -165,7 +165,8 @@ class _Page:
             new = self._emit(update_op, *fields.values(), *self.rule)
             results = {field: self._part(new, index) for index, field in enumerate(("history", "scales", "counts"))}
             recorded = (self.amaxes, self.rows) if records else ([], [])
-            results["amaxes"] = self._emit(record_op, fields["amaxes"], results["counts"], *recorded, first_only, [self.known, *made])
+            made = [self.known, *made]
+            results["amaxes"] = self._emit(record_op, fields["amaxes"], results["scales"], *recorded, first_only, made)
             for field, result in results.items():
                 self._emit(aten.copy_.default, fields[field], result)
             if stats:

@@ -87,7 +87,7 @@ class Pipeline(CustomGraphPass):
 
 
 class JointPipeline(Pipeline):
-    """find matmuls -> decide -> rewrite -> share quantizes -> delay scales -> lower quantizes -> lower for the target."""
+    """find matmuls, decide, rewrite -> share quantizes -> delay scales -> lower quantizes -> lower for the target."""
 
     def __init__(
         self,

@@ -28,13 +28,13 @@ class UpdateInPlace(GraphPass):
              amax = amax(abs(x))
              ...
              history', scales', counts' = fp8_compile.update_scales(amaxes, history, scales, counts)
-             amaxes' = fp8_compile.record_amaxes(amaxes, counts', [amax], [row])
+             amaxes' = fp8_compile.record_amaxes(amaxes, scales', [amax], [row])
              copy_(history, history');  copy_(scales, scales');  copy_(counts, counts');  copy_(amaxes, amaxes')
     After:   known = empty_like(scales)
              update_scales_kernel(amaxes, history, scales, counts, known)         on a GPU: one Triton kernel
              fp8_compile.record_amax(amaxes, x, row)                              fused into the kernel that makes x
     CPU:     fp8_compile.update_scales_(amaxes, history, scales, counts, known)
-             fp8_compile.record_amaxes_(amaxes, counts, [amax], [row])
+             fp8_compile.record_amaxes_(amaxes, scales, [amax], [row])
     """
 
     def run(self, graph: fx.Graph) -> PassReport:
@@ -65,12 +65,12 @@ class _OnCpu:
 
     @staticmethod
     def record(graph: fx.Graph, node: fx.Node) -> None:
-        amaxes, new_counts, recorded, *rest, _ = node.args
+        amaxes, new_scales, recorded, *rest, _ = node.args
         if not recorded:
             return
-        counts = new_counts.args[0].args[3]  # updated in place by now
+        scales = new_scales.args[0].args[2]  # updated in place by now
         with graph.inserting_before(node):
-            emit(graph, record_in_place_op, amaxes, counts, recorded, *rest, like=node)
+            emit(graph, record_in_place_op, amaxes, scales, recorded, *rest, like=node)
 
 
 class _OnGpu:

@@ -1,0 +1,70 @@
+"""A page of the scaling state: a few tensors for many slots, so that a graph reads and updates all of them at once."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Mapping
+
+import torch
+from torch import Tensor
+
+from fp8_compile.kernels.delayed_scaling import ABSENT, DEQUANT, QUANT, update_in_place_op
+from fp8_compile.passes.delay_scales import UpdateRule
+from fp8_compile.passes.slot import Slot
+
+
+@dataclasses.dataclass(frozen=True)
+class PageKind:
+    """What the slots of a page have in common."""
+
+    direction: str
+    device: torch.device
+    length: int  # of the histories
+    largest: float  # value of the FP8 format
+    rule: UpdateRule
+
+
+class Page:
+    """The tensors of up to ``capacity`` slots; see ``kernels/delayed_scaling.py`` for their meaning."""
+
+    def __init__(self, kind: PageKind, capacity: int) -> None:
+        self.kind, self.slots = kind, list[Slot]()
+        with torch.device(kind.device):  # dtypes said, since a default dtype may be set
+            self.amaxes = torch.full((capacity,), ABSENT, dtype=torch.float32)
+            self.history = torch.zeros(capacity, kind.length, dtype=torch.float32)
+            self.scales = torch.zeros(2, capacity, dtype=torch.float32)
+            self.counts = torch.zeros(2, capacity, dtype=torch.int32)
+            self.stats = torch.zeros(capacity, 5, dtype=torch.float64)
+
+    def clear(self) -> None:
+        self.amaxes.fill_(ABSENT)
+        for tensor in (self.history, self.scales, self.counts, self.stats):
+            tensor.zero_()
+
+    def settle(self) -> None:
+        """Do the update that the next pass would begin with: what was recorded becomes history."""
+        kind = self.kind
+        known = torch.empty_like(self.scales)
+        rule = (kind.largest, kind.rule.margin, kind.rule.algorithm, kind.rule.interval)
+        update_in_place_op(self.amaxes, self.history, self.scales, self.counts, known, *rule)
+
+    @property
+    def capacity(self) -> int:
+        return self.amaxes.shape[0]
+
+    def row(self, row: int) -> dict[str, Tensor]:
+        """A slot's part of the state, as it is saved."""
+        return {
+            "scale": self.scales[QUANT, row].clone(),
+            "amax_history": self.history[row].clone(),
+            "counts": self.counts[:, row].clone(),
+            "largest": torch.tensor(self.kind.largest, dtype=torch.float32),
+        }
+
+    def set_row(self, row: int, saved: Mapping[str, Tensor]) -> None:
+        scale = saved["scale"] * (self.kind.largest / float(saved["largest"]))  # saved for another format
+        self.scales[QUANT, row] = scale
+        self.scales[DEQUANT, row] = torch.where(scale > 0, 1.0 / scale, 0.0)
+        self.amaxes[row] = ABSENT
+        self.history[row] = saved["amax_history"]
+        self.counts[:, row] = saved["counts"]
