@@ -1,0 +1,127 @@
+"""The code generated for a GPU moves fewer bytes than torchao's, in fewer kernels, and all of it compiles."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import gpu_code
+import pytest
+from absent_gpu import absent_gpu
+from compile_kernels import compile_kernels, kernel_sources
+from count_launches import Launch, Step
+
+
+def lower_swiglu(capability: int, variant: str) -> Step:
+    arguments = gpu_code.variants(capability, ["delayed"])[variant]
+    with absent_gpu(capability) as gpu:
+        return gpu_code.lower(gpu, "swiglu", **arguments)
+
+
+@pytest.fixture(scope="session")
+def torchao_90() -> Step:
+    return lower_swiglu(90, "torchao tensorwise")
+
+
+@pytest.fixture(scope="session")
+def delayed_90() -> Step:
+    return lower_swiglu(90, "fp8 delayed")
+
+
+@pytest.fixture(scope="session")
+def delayed_100() -> Step:
+    return lower_swiglu(100, "fp8 delayed")
+
+
+def test_delayed_moves_at_most_63_percent_of_torchaos_bytes_outside_the_gemms(delayed_90, torchao_90) -> None:
+    assert torchao_90.gemms == delayed_90.gemms == 9
+    assert delayed_90.bytes_outside_gemms <= 0.63 * torchao_90.bytes_outside_gemms
+
+
+def test_delayed_launches_at_most_half_of_torchaos_kernels(delayed_90, torchao_90) -> None:
+    assert delayed_90.triton_kernels <= torchao_90.triton_kernels // 2
+
+
+def test_every_gemm_of_the_delayed_step_is_fp8(delayed_90) -> None:
+    assert all(launch.fp8 for launch in delayed_90.launches if launch.kind == "gemm")
+
+
+def test_the_kernels_found_in_the_sources_are_those_launched(delayed_90) -> None:
+    found = [*kernel_sources(delayed_90.forward), *kernel_sources(delayed_90.backward)]
+    assert sorted(found) == sorted(launch.name for launch in delayed_90.launches if launch.kind == "triton")
+
+
+@pytest.mark.parametrize("direction, fp8", [("forward", "'*fp8e4nv'"), ("backward", "'*fp8e5'")])
+def test_every_kernel_compiles_for_an_h100_in_every_configuration_without_spills(delayed_90, direction, fp8) -> None:
+    source = getattr(delayed_90, direction)
+    assert fp8 in source and "tl.atomic_max(" in source  # what is hard to compile is there
+    compiled = list(compile_kernels(source))
+    assert {kernel.name for kernel in compiled} == set(kernel_sources(source))
+    assert all(kernel.cubin_bytes > 0 and 0 < kernel.registers < 255 for kernel in compiled)
+    assert [(kernel.name, kernel.config, kernel.spills) for kernel in compiled if kernel.spills] == []
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_every_kernel_compiles_for_a_b200_without_spills(delayed_100, direction) -> None:
+    source = getattr(delayed_100, direction)
+    compiled = list(compile_kernels(source, every_config=False))
+    assert [kernel.name for kernel in compiled] == list(kernel_sources(source))
+    assert all(kernel.cubin_bytes > 0 for kernel in compiled)
+    assert [(kernel.name, kernel.config, kernel.spills) for kernel in compiled if kernel.spills] == []
+
+
+def test_code_that_is_not_triton_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="cpp_fused_0"):
+        kernel_sources("cpp_fused_0 = async_compile.cpp_pybinding(['float*'], '''...''')")
+
+
+MACHINE = gpu_code.Machine("test", "cuda:90", bandwidth=1e12, fp8=2e15, bf16=1e15)
+
+
+@pytest.mark.parametrize(
+    "launch, seconds",
+    [
+        (Launch("pointwise", "triton", bytes=10**9), 1e-3),
+        (Launch("mm", "gemm", bytes=10**6, flops=10**12), 1e-3),
+        (Launch("_scaled_mm", "gemm", bytes=10**6, flops=10**12, fp8=True), 0.5e-3),
+        (Launch("_scaled_mm", "gemm", bytes=10**9, flops=10**12, fp8=True), 1e-3),  # waits for memory
+    ],
+)
+def test_the_estimate_is_the_longer_of_memory_and_arithmetic_plus_a_launch(launch: Launch, seconds: float) -> None:
+    assert gpu_code.estimated_seconds(Step((launch, launch), "", ""), MACHINE) == pytest.approx(2 * (seconds + 3e-6))
+
+
+def test_blockwise_is_lowered_for_an_h100_and_estimated_for_it_alone() -> None:
+    assert "fp8 blockwise" in gpu_code.variants(90, ["blockwise"])
+    assert "fp8 blockwise" not in gpu_code.variants(100, ["blockwise"])
+    step = Step((Launch("mm", "gemm", 10**6, 10**9),), "", "")
+    assert gpu_code.estimates(step, "blockwise") == {"H100": pytest.approx(0.004), "B200": None}
+    assert None not in gpu_code.estimates(step, "delayed").values()
+
+
+def made_up(gpu: Any, block: str, **arguments: Any) -> Step:
+    """Half of torchao's bytes for what is not torchao's."""
+    size = 2 * 10**6 if "convert" in arguments else 10**6
+    return Step((Launch("pointwise", "triton", size), Launch("mm", "gemm", 10**6, 10**9)), "", "")
+
+
+def test_the_table_compares_with_torchao_tensorwise(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(gpu_code, "lower", made_up)
+    monkeypatch.setattr(sys, "argv", ["gpu_code.py", "--blocks", "gqa", "--recipes", "delayed", "blockwise"])
+    gpu_code.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert "a model, not a measurement" in lines[1]
+    assert [line.split()[0] for line in lines[3:]] == 5 * ["gqa"]
+    assert lines[3].split()[1:8] == ["torchao", "tensorwise", "1", "1", "0", "2.0", "1.00"]
+    assert lines[-2].split()[1:8] == ["fp8", "delayed", "1", "1", "0", "1.0", "0.50"]
+    assert lines[-1].split()[-1] == "-"
+
+
+def test_json_has_the_rows_of_the_table(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(gpu_code, "lower", made_up)
+    monkeypatch.setattr(sys, "argv", ["gpu_code.py", "--cc", "100", "--blocks", "gelu", "--json"])
+    gpu_code.main()
+    table = json.loads(capsys.readouterr().out)
+    assert [row["variant"] for row in table][-3:] == ["fp8 delayed", "fp8 tensorwise", "fp8 rowwise"]
+    assert [row["ratio"] for row in table] == [1.0, 1.0, 0.5, 0.5, 0.5, 0.5]
