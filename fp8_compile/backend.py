@@ -104,16 +104,17 @@ def compile_graph(
         keep_each_apart(gm)
     else:
         keep_apart(selection)
+    rules = make_rules(config, target, selection)
     folder = config.dump or os.environ.get("FP8_COMPILE_DUMP")
     graph = _Graph(
         gm,
         example_inputs,
         config,
-        make_rules(config, target, selection),
+        rules,
         names,
         strict,
         {**(list_mode_options(mode) if mode else {}), **config.inductor},
-        delayed_state.open_pool(gm, config, make_rules(config, target, selection), device) if delayed else None,
+        delayed_state.open_pool(gm, names, config, rules, device) if delayed else None,
     )
     while True:
         try:

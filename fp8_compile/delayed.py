@@ -20,6 +20,7 @@ from fp8_compile.kernels.delayed_scaling import ABSENT
 
 from .config import Config
 from .graph_pool import GraphPool, PoolFull
+from .module_names import ModuleNames
 from .passes.decide import Rules
 from .passes.delay_scales import UpdateRule
 from .passes.slot import BACKWARD, FIELDS, FORWARD, STATS
@@ -34,9 +35,13 @@ SLOTS_A_MATMUL = 4  # two operands in forward, seldom more than one gradient, an
 FIRST_PASSES = 8  # a slot that saw only zeros in as many passes is left at a scale of 1
 
 
-def open_pool(gm: fx.GraphModule, config: Config, rules: Rules, device: torch.device) -> GraphPool:
+def open_pool(
+    gm: fx.GraphModule, names: ModuleNames, config: Config, rules: Rules, device: torch.device
+) -> GraphPool:
     """The slots for a graph, with room for those it may need."""
-    return GraphPool(state_of_compilation(gm), _kinds(config, rules, device), SLOTS_A_MATMUL * max(8, _matmuls(gm)))
+    modules = {names.module_of(node) for node in gm.graph.nodes}
+    room = SLOTS_A_MATMUL * max(8, _matmuls(gm))
+    return GraphPool(state_of_compilation(gm), _kinds(config, rules, device), room, modules)
 
 
 def make_room(pool: GraphPool, full: PoolFull, config: Config, rules: Rules, device: torch.device) -> None:
@@ -105,13 +110,13 @@ class CountOnce:
             return self.compiled(*args)
         kept = [(page.amaxes.clone(), page.stats.clone()) for page in self.pages]
         for page in self.pages:
-            page.amaxes.fill_(ABSENT)
+            page.amaxes.data.fill_(ABSENT)
         try:
             return self.compiled(*args)
         finally:
             for page, (amaxes, stats) in zip(self.pages, kept):
-                page.amaxes.copy_(amaxes)
-                page.stats.copy_(stats)
+                page.amaxes.data.copy_(amaxes)
+                page.stats.data.copy_(stats)
 
 
 def _kinds(config: Config, rules: Rules, device: torch.device) -> list[PageKind]:

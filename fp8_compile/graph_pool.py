@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Iterable
+from typing import TYPE_CHECKING, Any, Container, Iterable
 
 from torch import Tensor
 
@@ -27,12 +27,16 @@ class PoolFull(Exception):
 class GraphPool:
     """The slots of one graph: places in pages of the model's state. ``buffers`` are the tensors that it is given."""
 
-    def __init__(self, state: ScalingState, kinds: Iterable[PageKind], room: int) -> None:
+    def __init__(self, state: ScalingState, kinds: Iterable[PageKind], room: int, modules: Container[str] = ()) -> None:
+        """``room``: how many slots the graph may need. A graph whose ``modules`` have slots already, from a graph for
+        other sizes, will hardly need new ones."""
         self.state, self.places = state, dict[Slot, Place]()
         self._pages: dict[str, list[int]] = {}
         for kind in kinds:
-            self._pages[kind.direction] = [index for index, page in enumerate(state.pages) if page.kind == kind]
-            self.make_room(kind, room)
+            pages = [index for index, page in enumerate(state.pages) if page.kind == kind]
+            known = any(slot.module in modules for index in pages for slot in state.pages[index].slots)
+            self._pages[kind.direction] = pages
+            self.make_room(kind, 0 if known else room)
         self.fingerprint = repr(
             [(index, state.pages[index].capacity, state.pages[index].slots) for index in sum(self._pages.values(), [])]
         )

@@ -37,9 +37,9 @@ class Page:
             self.stats = torch.zeros(capacity, 5, dtype=torch.float64)
 
     def clear(self) -> None:
-        self.amaxes.fill_(ABSENT)
+        self.amaxes.data.fill_(ABSENT)
         for tensor in (self.history, self.scales, self.counts, self.stats):
-            tensor.zero_()
+            tensor.data.zero_()
 
     def settle(self) -> None:
         """Do the update that the next pass would begin with: what was recorded becomes history."""
@@ -63,8 +63,9 @@ class Page:
 
     def set_row(self, row: int, saved: Mapping[str, Tensor]) -> None:
         scale = saved["scale"] * (self.kind.largest / float(saved["largest"]))  # saved for another format
-        self.scales[QUANT, row] = scale
-        self.scales[DEQUANT, row] = torch.where(scale > 0, 1.0 / scale, 0.0)
-        self.amaxes[row] = ABSENT
-        self.history[row] = saved["amax_history"]
-        self.counts[:, row] = saved["counts"]
+        # .data, here and below: a forward may have saved the state for its backward, and autograd compares versions.
+        self.scales.data[QUANT, row] = scale
+        self.scales.data[DEQUANT, row] = torch.where(scale > 0, 1.0 / scale, 0.0)
+        self.amaxes.data[row] = ABSENT
+        self.history.data[row] = saved["amax_history"]
+        self.counts.data[:, row] = saved["counts"]

@@ -11,8 +11,10 @@ import re
 import weakref
 from typing import Any, Callable, Iterable, Iterator, Mapping
 
+import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.eval_frame import innermost_fn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from fp8_compile.kernels.delayed_scaling import ENTERED, QUANT
 from fp8_compile.passes.slot import Place, Slot
@@ -86,7 +88,7 @@ class ScalingState:
     def reset_stats(self) -> None:
         """Count from zero; scales and histories stay."""
         for page in self.pages:
-            page.stats.zero_()
+            page.stats.data.zero_()
 
     def without_history(self, places: Iterable[Place]) -> bool:
         """Whether some of the slots have never seen a finite amax above zero. Waits for the device."""
@@ -99,13 +101,14 @@ class ScalingState:
     def start_at_one(self, places: Iterable[Place]) -> None:
         """Give slots a scale before they have a history."""
         for place in places:
-            self.pages[place.page].scales[:, place.row] = 1.0
+            self.pages[place.page].scales.data[:, place.row] = 1.0
 
     def take_waiting(self, slot: Slot, page: Page, row: int) -> None:
         """Fill a new slot with what was loaded for it before it was there."""
         if (saved := self._waiting.get(str(slot))) is not None:
             _check_length(str(slot), saved, page.kind.length)
-            page.set_row(row, self._waiting.pop(str(slot)))
+            with unset_fake_temporarily(), torch.no_grad():  # passes run on fake tensors; the state is real
+                page.set_row(row, self._waiting.pop(str(slot)))
 
     def _check(self, rows: Mapping[str, Mapping[str, Tensor]], places: Mapping[str, Place]) -> None:
         missing = sorted(set(places) - set(rows))

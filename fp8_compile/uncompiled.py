@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Callable, Sequence
 
+import torch
 from torch import fx
 from torch._functorch.aot_autograd import make_boxed_func
 
@@ -13,4 +14,15 @@ NO_CACHE = {"fx_graph_cache": False, "fx_graph_remote_cache": False, "force_disa
 
 def run_uncompiled(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
     """An ``inner_compile`` for Inductor that interprets the graph."""
-    return make_boxed_func(gm.forward)
+    inputs = gm.graph.find_nodes(op="placeholder")
+    copies = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    written = [inputs.index(copy.args[0]) for copy in copies if copy.args[0] in inputs]
+
+    def run(*args: Any) -> Any:
+        # As with compiled code, autograd does not learn of what a graph writes to its inputs: another forward may have
+        # saved them for its backward.
+        tensors = tuple(args[index] for index in written if isinstance(args[index], torch.Tensor))
+        with torch.autograd._unsafe_preserve_version_counter(tensors):
+            return gm.forward(*args)
+
+    return make_boxed_func(run)

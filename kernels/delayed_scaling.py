@@ -31,6 +31,7 @@ QUANT, DEQUANT = 0, 1
 PASSES, ENTERED = 0, 1
 ABSENT = -1.0
 PERCENTILE = 0.99
+ABOVE_ROUNDING = 1 + 2.0**-20  # amax * (F / amax) may be a few units in FP32's last place above F
 LARGEST_SCALE = torch.finfo(torch.float32).max
 
 
@@ -126,7 +127,7 @@ def count(x: Tensor, q: Tensor, quant_scale: Tensor, dequant_scale: Tensor, larg
     """
     finite = x.abs() < torch.inf
     wide = torch.where(finite, x.to(torch.float32), 0.0)
-    saturated = (wide * quant_scale).abs() > largest
+    saturated = (wide * quant_scale).abs() > largest * ABOVE_ROUNDING
     flushed = (wide != 0) & (q.to(torch.float32) == 0)
     wide = wide.to(torch.float64)  # FP32 would lose the squares of small gradients
     back = torch.where(finite, q.to(torch.float64), 0.0) * dequant_scale
@@ -151,16 +152,17 @@ def _update(amaxes: Tensor, history: Tensor, scales: Tensor, counts: Tensor, *ru
 def _update_in_place(
     amaxes: Tensor, history: Tensor, scales: Tensor, counts: Tensor, known: Tensor, *rule: Any
 ) -> None:
+    # .data: forward has saved the state of the gradients for backward, and autograd would find it changed.
     for state, new in zip((history, scales, counts), update(history, scales, counts, amaxes, *rule)):
-        state.copy_(new)
-    amaxes.fill_(ABSENT)
+        state.data.copy_(new)
+    amaxes.data.fill_(ABSENT)
     known.copy_(scales)
 
 
 def _record_in_place(
     amaxes: Tensor, scales: Tensor, recorded: Sequence[Tensor], rows: Sequence[int], first_only: bool
 ) -> None:
-    amaxes.copy_(record(amaxes, scales, recorded, rows, first_only))
+    amaxes.data.copy_(record(amaxes, scales, recorded, rows, first_only))
 
 
 def _fake_update(amaxes: Tensor, history: Tensor, scales: Tensor, counts: Tensor, *rule: Any) -> tuple[Tensor, ...]:

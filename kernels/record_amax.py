@@ -30,7 +30,8 @@ ATOMIC_MAX = "atomic_max"
 def record_amax(amaxes: torch.Tensor, x: torch.Tensor, slot: int) -> None:
     """The formula above in plain PyTorch."""
     bits = block_amax(x.reshape(1, -1), (WHOLE, WHOLE)).reshape(()).view(torch.int32)
-    amaxes.view(torch.int32)[slot] = torch.maximum(amaxes.view(torch.int32)[slot], bits)
+    recorded = amaxes.data.view(torch.int32)
+    recorded[slot] = torch.maximum(recorded[slot], bits)
 
 
 _library = torch.library.Library("fp8_compile", "FRAGMENT")
