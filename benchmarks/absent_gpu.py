@@ -113,7 +113,7 @@ class _Lowering:
 
         def codegen_and_compile(scheme: Any, gm: fx.GraphModule, inputs: Sequence[Any], *args: Any, **kwargs: Any):
             outputs = [_value(node) for node in gm.graph.output_node().args[0]]
-            inputs = _move_to_gpu(gm, inputs)
+            inputs = move_to_gpu(gm, inputs)
             with mock.patch.object(GraphLowering, "compile_to_module", lambda graph: self._lower(graph, outputs)):
                 return original(scheme, gm, inputs, *args, **kwargs)
 
@@ -169,7 +169,7 @@ class _OnGpu(fx.Interpreter):
         return value
 
 
-def _move_to_gpu(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
+def move_to_gpu(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
     """Change the graph in place; the inputs for it."""
     values = (node.meta.get("val") for node in gm.graph.nodes)
     mode = next(value.fake_mode for value in values if isinstance(value, torch.Tensor))

@@ -1,0 +1,380 @@
+"""Run the code that Inductor writes for a GPU that is not there: on CPU tensors, its kernels in Triton's interpreter.
+
+    with compiled_for_gpu(LARGE_BLOCKS) as graphs:
+        compiled = torch.compile(model, backend="fp8", options={"target": "cuda:90"})
+        compiled(x).sum().backward()                    the model trains, by the generated code
+    forward, backward = graphs
+    forward.run(inputs, SMALL_BLOCKS)                   the generated code again: other inputs, other blocks
+    forward.expected(inputs)                            the graph that it was generated from, in plain PyTorch
+
+The source is executed as Inductor wrote it: its allocations, reuses of buffers, views, order of launches and arguments.
+Grids and block sizes come from Inductor's own heuristics, or are set. Memory is hostile: what a kernel has not written
+and what a mask leaves out is NaN, and a write beyond a buffer is an error. ``_scaled_mm`` is the CPU's, after a check
+of what a GPU's would refuse. Transcendental functions are PyTorch's, so that they agree with the reference.
+
+Not seen here: races inside a block, contraction of products and sums, the hardware's own approximations.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dataclasses
+import functools
+import importlib.util
+import pathlib
+import tempfile
+import types
+from typing import Any, Callable, Iterator, Sequence
+from unittest import mock
+
+import absent_gpu
+import numpy as np
+import torch
+import triton.language as tl
+from interpreted import Twin, interpreted
+from torch import Tensor, fx
+from torch._functorch import config as functorch_config
+from torch._inductor import compile_fx
+from torch._inductor import config as inductor_config
+from torch._inductor.graph import GraphLowering
+from torch._inductor.runtime import triton_helpers
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner, GridExpr
+from torch._inductor.select_algorithm import extern_kernels
+from torch._inductor.utils import fresh_cache
+from torch._inductor.virtualized import V
+from torch.fx.node import map_aggregate
+from triton.runtime import interpreter
+
+GUARD = 1 << 16  # bytes on each side of a buffer: a block without a mask would not reach beyond
+GUARD_BYTE, UNWRITTEN = 0xA5, 0xFF  # as FP8, bf16 and fp32, a 0xFF in every byte is NaN
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """How kernels are launched. ``sizes`` of blocks, by name; None: what Inductor's heuristics try first."""
+
+    sizes: tuple[tuple[str, int], ...] | None = None
+    backwards: bool = False  # the last program of a grid first
+
+
+HEURISTIC_BLOCKS = Blocks()
+SMALL_BLOCKS = Blocks((("XBLOCK", 32), ("YBLOCK", 16), ("R0_BLOCK", 32)), backwards=True)
+LARGE_BLOCKS = Blocks((("XBLOCK", 256), ("YBLOCK", 64), ("R0_BLOCK", 128)))  # many a tensor ends in the first one
+
+
+# ---- a graph and its code -------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class GeneratedGraph:
+    """One graph that Inductor compiled: the Python source that it wrote, and the graph before our last passes."""
+
+    source: str
+    is_backward: bool
+    graph: fx.GraphModule
+    calls: list[list[Any]] = dataclasses.field(default_factory=list)  # copies of the inputs of each call
+
+    def run(self, inputs: Sequence[Any], blocks: Blocks) -> list[Any]:
+        """Execute the source; inputs that it writes to are changed."""
+        with contextlib.ExitStack() as stack:
+            memory = GuardedMemory()
+            stack.enter_context(_interpreter_as_we_need_it(self._kernels, blocks))
+            stack.enter_context(mock.patch.object(torch.cuda, "_DeviceGuard", contextlib.nullcontext))
+            stack.enter_context(mock.patch.object(torch.cuda, "set_device", lambda device: None))
+            launched = {name: _Launched(kernel.heuristics, blocks) for name, kernel in self._kernels.items()}
+            call = _execute(self.source, launched, memory.empty_strided)["call"]
+            outputs = list(call(list(inputs)))
+            memory.check()
+        return outputs
+
+    def expected(self, inputs: Sequence[Any], *, rounded: bool = False) -> list[Any]:
+        """What the graph gives in plain PyTorch; inputs that it writes to are changed.
+
+        ``rounded``: each operation to its dtype, as the graph says, and not only what goes to memory.
+        """
+        return list((fx.Interpreter if rounded else _BetweenMemoryAndMemory)(self.graph).run(*inputs))
+
+    def state(self) -> list[int]:
+        """Which inputs the graph writes to."""
+        copies = self.graph.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+        return sorted(self.placeholders().index(node.args[0].name) for node in copies)
+
+    @functools.cached_property
+    def _kernels(self) -> dict[str, _Kernel]:
+        return {name: _load(name, text) for name, text in _kernel_texts(self.source).items()}
+
+    def placeholders(self) -> list[str]:
+        return [node.name for node in self.graph.graph.find_nodes(op="placeholder")]
+
+    def output_names(self) -> list[str]:
+        return [str(one) for one in self.graph.graph.output_node().args[0]]
+
+
+class _BetweenMemoryAndMemory(fx.Interpreter):
+    """Computes as Inductor's kernels do: in FP32 from what is in memory to what goes there, with no roundings between.
+
+    In memory are the graph's inputs and outputs and the results of gemms. Sums of squares are taken in two passes.
+    """
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is torch.ops.aten._scaled_mm.default:
+            return super().call_function(target, args, kwargs)
+        args = map_aggregate(args, _wide)
+        if target is torch.ops.prims.convert_element_type.default and args[1] is torch.bfloat16:
+            return args[0]
+        if target is torch.ops.aten.var_mean.correction:
+            mean = args[0].mean(args[1], keepdim=True)
+            return (args[0] - mean).square().mean(args[1], keepdim=True), mean
+        return super().call_function(target, args, kwargs)
+
+    def output(self, target: Any, args: Any, kwargs: Any) -> Any:
+        nodes = self.module.graph.output_node().args[0]
+        return [one.to(node.meta["val"].dtype) if isinstance(one, Tensor) else one for node, one in zip(nodes, args[0])]
+
+
+def _wide(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype is torch.bfloat16 else value
+
+
+@contextlib.contextmanager
+def compiled_for_gpu(blocks: Blocks, capability: int = 90) -> Iterator[list[GeneratedGraph]]:
+    """Inside, ``torch.compile`` writes code for that GPU, and what it compiles runs interpreted on CPU tensors."""
+    graphs: list[GeneratedGraph] = []
+    compiler = compile_fx._InProcessFxCompile
+    original = compiler.codegen_and_compile
+
+    def codegen_and_compile(scheme: Any, gm: fx.GraphModule, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        reference = _copy_of_graph(gm)  # still on the CPU
+        moved = absent_gpu.move_to_gpu(gm, inputs)
+
+        def compile_to_module(graph: GraphLowering) -> types.SimpleNamespace:
+            with V.set_graph_handler(graph):
+                code, _ = graph.codegen()
+            graphs.append(GeneratedGraph(code.value, bool(graph.is_backward), reference))
+            return types.SimpleNamespace(call=functools.partial(_call, graphs[-1], blocks), runner=None, __file__="")
+
+        with mock.patch.object(GraphLowering, "compile_to_module", compile_to_module):
+            return original(scheme, gm, moved, *args, **kwargs)
+
+    with (
+        absent_gpu.absent_gpu(capability),
+        fresh_cache(),
+        mock.patch.object(compiler, "codegen_and_compile", codegen_and_compile),
+        inductor_config.patch(compile_threads=1, cpp_wrapper=False, fx_graph_cache=False),
+        functorch_config.patch(enable_autograd_cache=False),
+    ):
+        torch._dynamo.reset()
+        yield graphs
+
+
+def _call(graph: GeneratedGraph, blocks: Blocks, inputs: list[Any]) -> list[Any]:
+    """What the compiled model calls."""
+    arguments = list(inputs)
+    inputs.clear()
+    graph.calls.append([copy(one) for one in arguments])
+    return graph.run(arguments, blocks)
+
+
+def copy(value: Any) -> Any:
+    """A copy with the same strides: of a tensor with gaps between its rows, ``clone`` makes one without."""
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype).copy_(value.detach())
+
+
+def _copy_of_graph(gm: fx.GraphModule) -> fx.GraphModule:
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    return fx.GraphModule(gm, graph)
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------
+
+
+class GuardedMemory:
+    """Buffers that hold NaN until they are written, between guards that nobody may write to."""
+
+    def __init__(self) -> None:
+        self._blocks: list[tuple[Tensor, int]] = []
+
+    def empty_strided(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+        elements = 1 + sum((n - 1) * step for n, step in zip(size, stride)) if all(size) else 0
+        used = elements * dtype.itemsize
+        raw = torch.full((GUARD + used + GUARD + -used % GUARD,), GUARD_BYTE, dtype=torch.uint8)
+        raw[GUARD : GUARD + used] = UNWRITTEN
+        self._blocks.append((raw, used))
+        typed = raw.view(dtype)
+        return typed.as_strided(size, stride, GUARD // dtype.itemsize)
+
+    def copy(self, value: Any) -> Any:
+        """A tensor's values in guarded memory, with its strides."""
+        if not isinstance(value, Tensor):
+            return value
+        return self.empty_strided(value.size(), value.stride(), value.dtype).copy_(value.detach())
+
+    def check(self) -> None:
+        for raw, used in self._blocks:
+            outside = torch.cat([raw[:GUARD], raw[GUARD + used :]])
+            assert (outside == GUARD_BYTE).all(), "a kernel wrote beyond its buffer"
+
+
+# ---- the source -----------------------------------------------------------------------------------------------------
+
+
+def _execute(source: str, kernels: dict[str, Any], empty_strided: Callable[..., Tensor]) -> dict[str, Any]:
+    """Run the module; the names in ``ours`` are defined by us, not by its imports and assignments."""
+    compiled = types.SimpleNamespace(triton=lambda *args, **kwargs: None, wait=lambda names: names.update(kernels))
+    ours = {
+        "async_compile": compiled,
+        "empty_strided_cuda": empty_strided,
+        "get_raw_stream": lambda device: 0,
+        "extern_kernels": _ExternKernels(),
+    }
+    tree = ast.parse(source)
+    tree.body = [statement for statement in tree.body if not _names(statement) & ours.keys()]
+    namespace = {"__name__": "generated", **ours}
+    exec(compile(tree, "<generated code>", "exec"), namespace)
+    return namespace
+
+
+def _names(statement: ast.stmt) -> set[str]:
+    """What a statement of a module imports or assigns."""
+    if isinstance(statement, ast.ImportFrom):
+        return {alias.asname or alias.name for alias in statement.names}
+    if isinstance(statement, ast.Assign):
+        return {target.id for target in statement.targets if isinstance(target, ast.Name)}
+    return set()
+
+
+class _ExternKernels:
+    """What Inductor calls and does not write."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(extern_kernels, name)
+
+    @staticmethod
+    def _scaled_mm(left: Tensor, right: Tensor, *scales_and_bias: Tensor, out: Tensor, **options: Any) -> None:
+        left_step, right_step, k = left.stride(0), right.stride(1), left.shape[1]
+        assert left.stride(1) == 1 and left_step >= k and left_step % 16 == 0, "not row-major"
+        assert right.stride(0) == 1 and right_step >= k and right_step % 16 == 0, "not column-major"
+        assert k % 16 == 0 and right.shape[1] % 16 == 0, "not multiples of 16"
+        assert left.data_ptr() % 16 == right.data_ptr() % 16 == 0, "not aligned"
+        assert not left.dtype == right.dtype == torch.float8_e5m2, "E5M2 by E5M2"
+        assert all(one.dtype is torch.float32 and one.numel() == 1 for one in scales_and_bias[:2]), "not one scale each"
+        out.copy_(torch._scaled_mm(left, right, *scales_and_bias, **options))
+
+
+def _kernel_texts(source: str) -> dict[str, str]:
+    """Variable -> the text that it is made of: ``variable = async_compile.triton('name', '''text''', ...)``."""
+    found = {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("async_compile."):
+            assert ast.unparse(node.value.func) == "async_compile.triton", ast.unparse(node.value.func)
+            found[node.targets[0].id] = node.value.args[1].value
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kernel:
+    heuristics: CachingAutotuner  # around the kernel itself
+    module: types.ModuleType
+
+
+def _load(name: str, text: str) -> _Kernel:
+    """Execute a kernel's text: a decorator of Inductor's heuristics around a ``triton.jit`` function."""
+    file = pathlib.Path(tempfile.mkdtemp(dir=_folder().name)) / f"{name}.py"  # stays: the interpreter reads it, too
+    file.write_text(text)
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    module = importlib.util.module_from_spec(spec)
+    with mock.patch.object(triton_helpers, "set_driver_to_gpu"):
+        spec.loader.exec_module(module)
+    (heuristics,) = [value for value in vars(module).values() if isinstance(value, CachingAutotuner)]
+    return _Kernel(heuristics, module)
+
+
+@functools.cache
+def _folder() -> tempfile.TemporaryDirectory:
+    return tempfile.TemporaryDirectory()
+
+
+class _Launched:
+    """Stands for a kernel in the generated code."""
+
+    def __init__(self, kernel: CachingAutotuner, blocks: Blocks) -> None:
+        self.kernel, self.blocks = kernel, blocks
+
+    def run(self, *args: Any, stream: int) -> None:
+        kernel = self.kernel
+        names = [name for name in kernel.fn.arg_names if kernel.triton_meta["signature"][name] != "constexpr"]
+        names += kernel.inductor_meta.get("extra_launcher_args", ())
+        assert len(names) == len(args), (names, args)
+        given = dict(zip(names, args))
+        constants = self._constants()
+        grid = GridExpr.from_meta(kernel.inductor_meta, constants).eval_slow({**given, **constants})
+        arguments = {name: value for name, value in {**constants, **given}.items() if name in kernel.fn.arg_names}
+        function = Twin(kernel.fn.fn)
+        interpreter.GridExecutor(function.rewrite(), function.arg_names, grid)(**arguments)
+
+    def _constants(self) -> dict[str, Any]:
+        """Values of the ``constexpr`` arguments: fixed in the code, or a configuration's."""
+        fixed = dict(self.kernel.triton_meta["constants"])
+        proposed = {} if self.kernel.custom_kernel else self.kernel.configs[0].kwargs
+        wanted = dict(self.blocks.sizes or ())
+        return {**fixed, **{name: wanted.get(name, value) for name, value in proposed.items()}}
+
+
+# ---- the interpreter ------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _interpreter_as_we_need_it(kernels: dict[str, _Kernel], blocks: Blocks) -> Iterator[None]:
+    modules = [kernel.module for kernel in kernels.values()]
+    builder = interpreter.interpreter_builder
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(interpreted(triton_helpers, *modules))
+        for module in (triton_helpers, *modules):
+            if hasattr(module, "libdevice"):
+                stack.enter_context(mock.patch.object(module, "libdevice", LIBDEVICE))
+        stack.enter_context(mock.patch.object(type(builder), "create_masked_load", _create_masked_load))
+        stack.enter_context(mock.patch.object(type(builder), "create_exp", _create_exp))
+        if blocks.backwards:
+            stack.enter_context(mock.patch.object(type(builder), "set_grid_idx", _set_grid_idx_from_the_end))
+        yield
+
+
+def _create_masked_load(self: Any, ptrs: Any, mask: Any, other: Any, *hints: Any) -> Any:
+    """Triton promises nothing for lanes that are masked out: every bit is set, the NaN that wins over all numbers."""
+    if other is None:
+        dtype = interpreter._get_np_dtype(ptrs.get_element_ty())
+        bits = np.full(np.shape(ptrs.data) + (np.dtype(dtype).itemsize,), UNWRITTEN, np.uint8)
+        other = interpreter.TensorHandle(bits.view(dtype)[..., 0], ptrs.get_element_ty())
+    return _original_create_masked_load(self, ptrs, mask, other, *hints)
+
+
+_original_create_masked_load = interpreter.InterpreterBuilder.create_masked_load
+_original_set_grid_idx = interpreter.InterpreterBuilder.set_grid_idx
+
+
+def _set_grid_idx_from_the_end(self: Any, *index: int) -> None:
+    _original_set_grid_idx(self, *(size - 1 - i for size, i in zip(self.grid_dim, index)))
+
+
+def _by_torch(function: Callable[..., Tensor]) -> Callable[..., Any]:
+    """A function of Triton tensors."""
+
+    def call(*args: Any) -> Any:
+        arrays = np.broadcast_arrays(*(one.handle.data for one in args))
+        result = function(*(torch.from_numpy(np.array(array)) for array in arrays)).numpy()
+        return tl.tensor(interpreter.TensorHandle(result, args[0].dtype.scalar), args[0].type)
+
+    return call
+
+
+def _create_exp(self: Any, arg: Any) -> Any:
+    return interpreter.TensorHandle(torch.from_numpy(np.array(arg.data)).exp().numpy(), arg.dtype)
+
+
+LIBDEVICE = types.SimpleNamespace(
+    **{name: _by_torch(getattr(torch, name)) for name in ("exp", "rsqrt", "sqrt", "erf", "tanh", "log", "log1p", "pow")}
+)
