@@ -96,9 +96,11 @@ class LookFirst:
 class CountOnce:
     """Run ``compiled``; where that is a recomputation, leave no trace of it in the state.
 
-    A forward that runs inside a backward is a checkpoint's recomputation. The state still has the scales of the first
-    run, because what that run recorded is taken over only when the next pass begins: hidden for a moment, it makes the
-    second run the same as the first, bit for bit.
+    A checkpoint's recomputation runs inside a backward, under hooks that catch what it saves. The state still has the
+    scales of the first run, unless another pass has begun since, because what that run recorded is taken over only
+    when the next pass begins: hidden for a moment, it makes the second run the same as the first, bit for bit.
+    (A reentrant checkpoint's first run is without gradients and records nothing. Its recomputation, without hooks,
+    is the one that counts.)
     """
 
     def __init__(self, compiled: Callable[..., Any], pool: GraphPool) -> None:
@@ -106,7 +108,7 @@ class CountOnce:
         self.pages = [pool.state.pages[index] for index in {place.page for place in pool.places.values()}]
 
     def __call__(self, *args: Any) -> Any:
-        if torch._C._current_graph_task_id() == -1:
+        if not _is_recomputation():
             return self.compiled(*args)
         kept = [(page.amaxes.clone(), page.stats.clone()) for page in self.pages]
         for page in self.pages:
@@ -117,6 +119,11 @@ class CountOnce:
             for page, (amaxes, stats) in zip(self.pages, kept):
                 page.amaxes.data.copy_(amaxes)
                 page.stats.data.copy_(stats)
+
+
+def _is_recomputation() -> bool:
+    in_backward = torch._C._current_graph_task_id() != -1
+    return in_backward and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def _kinds(config: Config, rules: Rules, device: torch.device) -> list[PageKind]:

@@ -25,6 +25,7 @@ from fp8_compile.kernels.scaled_mm import epilogue
 
 from .library import library
 
+LEAST_PARALLEL = 1 << 16  # elements; one thread quantizes as many in some 50 us
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _AXES = {(True, True): 0, (False, True): 1, (True, False): 2}  # by (block[0] == WHOLE, block[1] == WHOLE)
 
@@ -33,7 +34,7 @@ def scales(x: Tensor, dtype: torch.dtype, block: list[int]) -> tuple[Tensor, Ten
     x = x.contiguous()
     amax = x.new_empty(_scale_shape(x, block), dtype=torch.float32)
     rows, cols = x.shape
-    library().fp8_amax(x.data_ptr(), _DTYPES[x.dtype], rows, cols, _axis(block), amax.data_ptr(), _threads())
+    library().fp8_amax(x.data_ptr(), _DTYPES[x.dtype], rows, cols, _axis(block), amax.data_ptr(), _threads(x))
     amax.clamp_(min=AMAX_FLOOR)
     quant_scale = amax.reciprocal().mul_(BY_DTYPE[dtype].max)
     return quant_scale, quant_scale.reciprocal().add_(amax.mul_(0.0))
@@ -57,7 +58,7 @@ def quantize_delayed(
     library().fp8_delayed(
         *(x.data_ptr(), _DTYPES[x.dtype], x.numel(), 2.0**margin, dtype == E5M2.dtype, used.data_ptr()),
         *(as_fp32.data_ptr() if rounded else None, as_fp8.data_ptr() if codes else None),
-        *(amax.data_ptr(), _threads()),
+        *(amax.data_ptr(), _threads(x)),
     )
     torch.reciprocal(used, out=dequant_scale)
     return as_fp32, as_fp8, used, dequant_scale, amax
@@ -74,7 +75,7 @@ def _fake_quantize_delayed(
 def decode(q: Tensor) -> Tensor:
     q = q.contiguous()
     out = torch.empty(q.shape, dtype=torch.float32)
-    library().fp8_decode(q.data_ptr(), q.dtype == E5M2.dtype, q.numel(), out.data_ptr(), _threads())
+    library().fp8_decode(q.data_ptr(), q.dtype == E5M2.dtype, q.numel(), out.data_ptr(), _threads(q))
     return out
 
 
@@ -103,7 +104,7 @@ def _quantize(x: Tensor, quant_scale: Tensor, dtype: torch.dtype, block: list[in
         dtype == E5M2.dtype,
         out.dtype == torch.float32,
         out.data_ptr(),
-        _threads(),
+        _threads(x),
     )
     return out
 
@@ -117,8 +118,9 @@ def _scale_shape(x: Tensor, block: list[int]) -> list[int]:
     return [1 if extent == WHOLE else size for size, extent in zip(x.shape, block)]
 
 
-def _threads() -> int:
-    return torch.get_num_threads()
+def _threads(x: Tensor) -> int:
+    """Waking threads for less takes longer than the work, and on busy cores much longer."""
+    return torch.get_num_threads() if x.numel() >= LEAST_PARALLEL else 1
 
 
 _library = torch.library.Library("fp8_compile", "FRAGMENT")
