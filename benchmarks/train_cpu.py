@@ -81,7 +81,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=None, help="default: 4 x width")
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--recipes", nargs="+", default=["tensorwise", "rowwise", "blockwise"])
+    parser.add_argument("--recipes", nargs="+", default=["delayed", "tensorwise", "rowwise", "blockwise"])
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
 

@@ -64,23 +64,55 @@ def inline(
     ``args`` are nodes or constants; what ``function`` returns (a tensor or a tuple of them) comes back as nodes.
     """
     nodes = [arg for arg in args if isinstance(arg, fx.Node)]
-
-    def on_tensors(*tensors: torch.Tensor) -> Any:
-        given = iter(tensors)
-        return function(*(next(given) if isinstance(arg, fx.Node) else arg for arg in args))
-
-    with fake_mode(like), enable_python_dispatcher():
-        traced = make_fx(on_tensors, decomposition_table=select_decomp_table())(*map(value, nodes))
-    made: dict[fx.Node, Any] = dict(zip(traced.graph.find_nodes(op="placeholder"), nodes))
-    for node in traced.graph.nodes:
+    key = _trace_key(function, args)
+    traced = _traces.get(key)
+    if traced is None:
+        traced = _trace(function, args, nodes, like)
+        if key is not None:
+            _traces[key] = traced
+    made: dict[fx.Node, Any] = dict(zip(traced.find_nodes(op="placeholder"), nodes))
+    for node in traced.nodes:
         if node.op == "call_function":
             new_args, new_kwargs = map_arg((node.args, node.kwargs), made.__getitem__)
-            made[node] = _add(graph, node.target, new_args, new_kwargs, node.meta["val"], like, tags)
+            made[node] = emit(graph, node.target, *new_args, like=like, tags=tags, **new_kwargs)
         elif node.op == "output":
             return map_arg(node.args[0], made.__getitem__)
         elif node.op != "placeholder":
             raise AssertionError(f"{function.__name__} left a {node.op} node {node.name} that can't be inlined")
     raise AssertionError("an fx graph ends in an output node")
+
+
+# A model has many layers of few shapes: tracing a function once a shape, not once a layer, halves our passes' time.
+_traces: dict[Any, fx.Graph] = {}
+
+
+def _trace(function: Callable[..., Any], args: tuple[Any, ...], nodes: list[fx.Node], like: fx.Node) -> fx.Graph:
+    def on_tensors(*tensors: torch.Tensor) -> Any:
+        given = iter(tensors)
+        return function(*(next(given) if isinstance(arg, fx.Node) else arg for arg in args))
+
+    with fake_mode(like), enable_python_dispatcher():
+        traced = make_fx(on_tensors, decomposition_table=select_decomp_table())(*map(value, nodes)).graph
+    for node in traced.nodes:
+        node.meta = {}  # values belong to the graph that was traced for; each use computes its own
+    return traced
+
+
+def _trace_key(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """What a trace depends on, or None where it is of use for this graph only: sizes that are symbols of it."""
+    parts: list[Any] = [function]
+    for arg in args:
+        if not isinstance(arg, fx.Node):
+            parts.append(tuple(arg) if isinstance(arg, list) else arg)
+            continue
+        tensor = value(arg)
+        sizes = (*tensor.shape, *tensor.stride())
+        if not all(isinstance(size, int) for size in sizes):
+            return None
+        parts.append((sizes, tensor.dtype, tensor.device))
+    if any(isinstance(part, torch.SymInt) for part in parts):
+        return None
+    return tuple(parts)
 
 
 def _add(

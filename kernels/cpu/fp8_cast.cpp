@@ -48,17 +48,14 @@ struct Format {
     float c = x * split, normal = c - (c - x), subnormal = (x + anchor) - anchor;
     return std::fabs(x) < smallest_normal ? subnormal : normal;
   }
-  static float quantized(float x, float scale) {
+  static float quantized(float x, float scale) {  // -0 may become 0
     float scaled = x * scale;
-    // Inf becomes NaN, never the largest value: an overflow must not vanish.
-    scaled = (bits(x) & 0x7fffffffu) >= 0x7f800000u ? std::numeric_limits<float>::quiet_NaN() : scaled;
     scaled = scaled < -max ? -max : scaled;  // comparisons that leave NaN alone
     scaled = scaled > max ? max : scaled;
-    // Rounding to a subnormal loses the sign of zero.
-    return value((bits(round(scaled)) & 0x7fffffffu) | (bits(scaled) & 0x80000000u));
+    return round(scaled) + x * 0.0f;  // Inf becomes NaN, never the largest value: an overflow must not vanish
   }
-  static uint8_t encode(float rounded) {
-    uint32_t u = bits(rounded), magnitude = u & 0x7fffffffu;
+  static uint8_t encode(float rounded, float x) {  // with the sign of x, which rounding to zero has lost
+    uint32_t u = bits(x), magnitude = bits(rounded) & 0x7fffffffu;
     uint32_t normal = (magnitude >> dropped) - rebias;
     uint32_t subnormal = uint32_t(int32_t(value(magnitude) * (1.0f / spacing)));
     uint32_t code = value(magnitude) < smallest_normal ? subnormal : normal;
@@ -111,7 +108,7 @@ void amax(const typename In::type* x, int64_t rows, int64_t cols, int axis, floa
   }
 }
 
-// out = store(quantized(x, scale)) over a matrix, whichever way the scales lie.
+// out = store(quantized(x, scale), x) over a matrix, whichever way the scales lie.
 template <class In, class To, class Out, class Store>
 void map(const typename In::type* x, int64_t rows, int64_t cols, int axis, const float* __restrict__ scale, Out* __restrict__ out, int threads, Store store) {
   if (axis == WHOLE) {  // a matrix of one row
@@ -120,7 +117,10 @@ void map(const typename In::type* x, int64_t rows, int64_t cols, int axis, const
 #pragma omp parallel for num_threads(threads)
     for (int64_t first = 0; first < count; first += CHUNK) {
       int64_t last = std::min(count, first + CHUNK);
-      for (int64_t i = first; i < last; ++i) out[i] = store(To::quantized(In::load(x[i]), s));
+      for (int64_t i = first; i < last; ++i) {
+        float value = In::load(x[i]);
+        out[i] = store(To::quantized(value, s), value);
+      }
     }
     return;
   }
@@ -130,9 +130,15 @@ void map(const typename In::type* x, int64_t rows, int64_t cols, int axis, const
     Out* __restrict__ to = out + i * cols;
     if (axis == ROW) {
       float s = scale[i];
-      for (int64_t j = 0; j < cols; ++j) to[j] = store(To::quantized(In::load(from[j]), s));
+      for (int64_t j = 0; j < cols; ++j) {
+        float value = In::load(from[j]);
+        to[j] = store(To::quantized(value, s), value);
+      }
     } else {
-      for (int64_t j = 0; j < cols; ++j) to[j] = store(To::quantized(In::load(from[j]), scale[j]));
+      for (int64_t j = 0; j < cols; ++j) {
+        float value = In::load(from[j]);
+        to[j] = store(To::quantized(value, scale[j]), value);
+      }
     }
   }
 }
@@ -141,9 +147,9 @@ template <class In, class To>
 void quantize(const void* x, int64_t rows, int64_t cols, int axis, const float* scale, void* out, int as_fp32, int threads) {
   auto* from = static_cast<const typename In::type*>(x);
   if (as_fp32)
-    map<In, To>(from, rows, cols, axis, scale, static_cast<float*>(out), threads, [](float r) { return r; });
+    map<In, To>(from, rows, cols, axis, scale, static_cast<float*>(out), threads, [](float rounded, float) { return rounded; });
   else
-    map<In, To>(from, rows, cols, axis, scale, static_cast<uint8_t*>(out), threads, [](float r) { return To::encode(r); });
+    map<In, To>(from, rows, cols, axis, scale, static_cast<uint8_t*>(out), threads, [](float rounded, float x) { return To::encode(rounded, x); });
 }
 
 // Delayed scaling, one read of x: rounded (FP32) and codes (FP8), each where it is not null, by the scale given, and
@@ -163,24 +169,14 @@ void delayed(const void* x, int64_t count, float reach, float* scale, float* rou
 #pragma omp parallel for num_threads(threads) reduction(max : seen)
   for (int64_t first = 0; first < count; first += CHUNK) {
     int64_t last = std::min(count, first + CHUNK);
-    uint32_t here = 0;
-    if (rounded && !codes) {
-      for (int64_t i = first; i < last; ++i) {
-        float value = In::load(from[i]);
-        here = std::max(here, bits(value) & 0x7fffffffu);
-        rounded[i] = To::quantized(value, s);
-      }
-    } else if (rounded || codes) {
+    uint32_t here = 0;  // loops by themselves, over a piece that is in the nearest cache: each vectorises well
+    for (int64_t i = first; i < last; ++i) here = std::max(here, bits(In::load(from[i])) & 0x7fffffffu);
+    if (rounded || codes) {
       float block[CHUNK];
       float* __restrict__ to = rounded ? rounded + first : block;
-      for (int64_t i = first; i < last; ++i) {
-        float value = In::load(from[i]);
-        here = std::max(here, bits(value) & 0x7fffffffu);
-        to[i - first] = To::quantized(value, s);
-      }
-      for (int64_t i = first; i < last; ++i) codes[i] = To::encode(to[i - first]);
-    } else {
-      for (int64_t i = first; i < last; ++i) here = std::max(here, bits(In::load(from[i])) & 0x7fffffffu);
+      for (int64_t i = first; i < last; ++i) to[i - first] = To::quantized(In::load(from[i]), s);
+      if (codes)
+        for (int64_t i = first; i < last; ++i) codes[i] = To::encode(to[i - first], In::load(from[i]));
     }
     seen = std::max(seen, here);
   }

@@ -1,0 +1,315 @@
+"""The formulas of delayed scaling against NumPy: what a scale is, what enters a history, what is cast and counted."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import fp8_reference
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fp8_compile.kernels import delayed_scaling as delayed
+from fp8_compile.kernels.formats import E4M3, E4M3_FNUZ, E5M2, E5M2_FNUZ
+
+FORMATS = (E4M3, E5M2, E4M3_FNUZ, E5M2_FNUZ)
+TABLES = {table.dtype: table for table in fp8_reference.FORMATS}
+LARGEST = np.finfo(np.float32).max
+DENORMAL = float(np.float32(1e-45))
+SPECIAL = [0.0, math.inf, math.nan, DENORMAL, 1e-38, float(LARGEST), 1.0]
+f32 = np.float32
+
+amaxes = st.one_of(st.sampled_from(SPECIAL), st.floats(0, float(LARGEST), width=32))
+usable = st.one_of(
+    st.sampled_from([value for value in SPECIAL if 0 < value < math.inf]),
+    st.floats(DENORMAL, float(LARGEST), width=32, allow_subnormal=True),
+)
+margins = st.one_of(st.integers(-64, 64), st.sampled_from([-64, 127, 128, 300, 1000]))
+formats = st.sampled_from(FORMATS)
+
+
+def scale_in_numpy(amax: float, largest: float, margin: int) -> np.float32:
+    """``(1 / (amax * 2**margin)) * F``, each step rounded to FP32 and capped."""
+    with np.errstate(all="ignore"):
+        reach = min(f32(f32(amax) * f32(2.0**margin)), f32(LARGEST))
+        return min(f32(f32(1) / reach) * f32(largest), f32(LARGEST))
+
+
+def same_bits(found: torch.Tensor, expected: Any) -> bool:
+    wanted = np.asarray(expected, found.numpy().dtype)
+    return found.shape == wanted.shape and found.numpy().tobytes() == wanted.tobytes()
+
+
+# --- scale_of and first_scale
+
+
+@given(usable, formats, margins)
+def test_a_scale_is_the_formula_in_fp32_and_always_finite_and_above_zero(amax, format, margin) -> None:
+    scale = delayed.scale_of(torch.tensor(amax), format.max, margin)
+    assert same_bits(scale, scale_in_numpy(amax, format.max, margin))
+    assert 0 < scale.item() < math.inf
+
+
+@given(usable, st.sampled_from((E4M3, E5M2)))
+def test_an_amax_scaled_by_its_own_scale_reaches_the_largest_value_unless_the_scale_is_capped(amax, format) -> None:
+    scale = delayed.scale_of(torch.tensor(amax), format.max, 0)
+    reached = float(amax) * scale.item()
+    assert reached == pytest.approx(format.max, rel=1e-6) if scale < LARGEST else reached < format.max * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("margin", [-3, -1, 1, 5])
+def test_a_margin_is_that_many_powers_of_two_of_room(margin: int) -> None:
+    amax = torch.tensor(3.7)
+    plain, with_room = (delayed.scale_of(amax, 448.0, m) for m in (0, margin))
+    assert with_room.item() == plain.item() / 2.0**margin
+
+
+@given(amaxes, st.sampled_from([0.0, 0.25, 7.0]), formats, st.integers(-8, 8))
+def test_a_first_scale_is_the_tensors_own_only_where_there_is_none(amax, known, format, margin) -> None:
+    found = delayed.first_scale(torch.tensor(known), torch.tensor(amax), format.max, margin)
+    if known > 0:
+        expected = f32(known)
+    elif 0 < amax < math.inf:
+        expected = scale_in_numpy(amax, format.max, margin)
+    else:
+        expected = f32(1)
+    assert same_bits(found, expected)
+
+
+# --- cast_delayed
+
+
+@settings(max_examples=200)
+@given(
+    st.lists(st.one_of(st.sampled_from([0.0, -0.0, 1e-45, -1e-45]), st.floats(width=32)), min_size=1, max_size=20),
+    st.floats(2.0**-100, 2.0**100, width=32),
+    formats,
+)
+def test_a_cast_rounds_saturates_and_turns_inf_into_nan_as_the_table_does(values, scale, format) -> None:
+    x = torch.tensor(values)[None]
+    q = delayed.cast_delayed(x, torch.tensor([[scale]]), format.dtype)
+    with np.errstate(all="ignore"):
+        scaled = np.clip(x.numpy() * f32(scale), -f32(format.max), f32(format.max))
+    scaled[~np.isfinite(x.numpy())] = np.nan
+    expected = TABLES[format.dtype].encode(scaled)
+    found, special = fp8_reference.codes_of(q), np.isnan(scaled)
+    assert q.dtype == format.dtype and q.shape == x.shape
+    assert (found[~special] == expected[~special]).all()
+    assert q.float().isnan().numpy()[special].all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_within_range_a_cast_is_torchs_own_of_the_scaled_value(format, dtype) -> None:
+    x = (torch.randn(33, 7) * torch.exp(2 * torch.randn(33, 7))).to(dtype)
+    scale = torch.tensor([[format.max / 2 / x.abs().max().item()]])
+    q = delayed.cast_delayed(x, scale, format.dtype)
+    assert torch.equal(q.view(torch.uint8), (x.float() * scale).to(format.dtype).view(torch.uint8))
+    assert q.float().abs().max() > 0
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_what_is_beyond_the_range_becomes_the_largest_value_not_nan(format) -> None:
+    x = torch.tensor([[1.0, -1.0, 3e38, -3e38]])
+    q = delayed.cast_delayed(x, torch.tensor([[1e5]]), format.dtype).float()
+    assert q.tolist() == [[format.max, -format.max, format.max, -format.max]]
+
+
+def test_a_cast_of_a_transposed_or_sliced_matrix_lies_row_by_row() -> None:
+    base, scale = torch.randn(12, 10), torch.full((1, 1), 3.0)
+    for x in (base.t(), base[::2], base[:, 3:7], base[:1].expand(5, 10)):
+        q = delayed.cast_delayed(x, scale, E4M3.dtype)
+        assert q.is_contiguous() and torch.equal(q.float(), (x * 3).to(E4M3.dtype).float())
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (8, 0), (0, 0)])
+def test_a_cast_of_nothing_is_nothing(shape) -> None:
+    q = delayed.cast_delayed(torch.empty(shape), torch.ones(1, 1), E4M3.dtype)
+    assert q.shape == shape and q.dtype == E4M3.dtype
+
+
+# --- update
+
+
+class Slots:
+    """C slots in NumPy: lists instead of rings, one slot at a time."""
+
+    def __init__(self, count: int, length: int) -> None:
+        self.length, self.entered = length, [[] for _ in range(count)]
+        self.passes, self.scale = [0] * count, [f32(0)] * count
+
+    def update(self, amaxes: list[float], largest: float, margin: int, algorithm: str, interval: int) -> None:
+        for slot, amax in enumerate(amaxes):
+            if amax == -1:
+                continue
+            self.passes[slot] += 1
+            if math.isfinite(amax):
+                self.entered[slot].append(f32(amax))
+            window = self.entered[slot][-self.length :]
+            m = self.summary(window, algorithm) if window else f32(0)
+            if m > 0 and (self.passes[slot] % interval == 0 or self.scale[slot] == 0):
+                self.scale[slot] = scale_in_numpy(m, largest, margin)
+
+    @staticmethod
+    def summary(window: list[np.float32], algorithm: str) -> np.float32:
+        if algorithm == "max":
+            return max(window)
+        if algorithm == "most_recent":
+            return window[-1]
+        falling = sorted(window, reverse=True)
+        from_top = f32(0.01) * f32(len(window) - 1)  # 99 of 100 lie below: so far from the largest
+        high, low = (falling[min(int(from_top) + step, len(window) - 1)] for step in (0, 1))
+        return f32(high - f32(f32(high - low) * f32(from_top - f32(int(from_top)))))
+
+    def ring(self, slot: int) -> np.ndarray:
+        """The history as it lies in memory: the n-th that entered at n modulo L."""
+        row = np.zeros(self.length, np.float32)
+        for number, amax in enumerate(self.entered[slot]):
+            row[number % self.length] = amax
+        return row
+
+
+PASSES = st.lists(st.lists(st.one_of(st.just(-1.0), amaxes), min_size=3, max_size=3), min_size=1, max_size=12)
+
+
+@settings(max_examples=150)
+@given(
+    PASSES, st.sampled_from([1, 2, 3, 16, 150]), formats, st.integers(-8, 8),
+    st.sampled_from(["max", "most_recent", "p99"]), st.integers(1, 4),
+)  # fmt: skip
+def test_updates_are_those_of_slots_kept_one_by_one_in_numpy(passes, length, format, margin, algorithm, interval):
+    expected = Slots(3, length)
+    history, scales = torch.zeros(3, length), torch.zeros(2, 3)
+    counts = torch.zeros(2, 3, dtype=torch.int32)
+    rule = (format.max, margin, algorithm, interval)
+    for recorded in passes:
+        before = history.clone(), scales.clone(), counts.clone()
+        history, scales, counts = delayed.update(*before, torch.tensor(recorded), *rule)
+        expected.update(recorded, *rule)
+        assert same_bits(history, np.stack([expected.ring(slot) for slot in range(3)]))
+        assert same_bits(scales[delayed.QUANT], expected.scale)
+        with np.errstate(divide="ignore"):
+            dequant = [f32(1) / scale if scale else f32(0) for scale in expected.scale]
+        assert same_bits(scales[delayed.DEQUANT], dequant)
+        assert same_bits(counts, [expected.passes, [len(entered) for entered in expected.entered]])
+        assert history.isfinite().all() and scales.isfinite().all()
+
+
+@given(st.lists(st.floats(2.0**-20, 2.0**20, width=32), min_size=1, max_size=250), st.sampled_from([4, 16, 200]))
+def test_the_99th_percentile_is_numpys_over_what_has_entered(entered, length) -> None:
+    history, scales = torch.zeros(1, length), torch.zeros(2, 1)
+    counts = torch.zeros(2, 1, dtype=torch.int32)
+    for amax in entered:
+        history, scales, counts = delayed.update(history, scales, counts, torch.tensor([amax]), 448.0, 0, "p99")
+    percentile = np.percentile(np.array(entered[-length:], np.float64), 99)
+    assert 448.0 / scales[0].item() == pytest.approx(percentile, rel=1e-5)
+
+
+def test_a_pass_in_which_a_slot_was_absent_changes_nothing_of_it() -> None:
+    history, scales, counts = torch.rand(4, 5), torch.rand(2, 4), torch.full((2, 4), 7, dtype=torch.int32)
+    absent = torch.full((4,), delayed.ABSENT)
+    for algorithm in ("max", "most_recent", "p99"):
+        after = delayed.update(history, scales.clone(), counts, absent, 448.0, 0, algorithm, 1)
+        assert torch.equal(after[0], history) and torch.equal(after[2], counts)
+        assert torch.equal(after[1][0], scales[0])
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_an_amax_that_is_not_finite_counts_as_a_pass_and_does_not_enter(bad: float) -> None:
+    history, scales, counts = delayed.update(
+        torch.zeros(1, 4), torch.zeros(2, 1), torch.zeros(2, 1, dtype=torch.int32), torch.tensor([8.0]), 448.0
+    )
+    after = delayed.update(history, scales, counts, torch.tensor([bad]), 448.0)
+    assert torch.equal(after[0], history) and torch.equal(after[1], scales)
+    assert after[2][:, 0].tolist() == [2, 1]
+
+
+def test_the_ops_in_place_do_what_the_functional_ones_do() -> None:
+    generator = torch.Generator().manual_seed(1)
+    history, counts = torch.zeros(6, 3), torch.zeros(2, 6, dtype=torch.int32)
+    scales, pending = torch.zeros(2, 6), torch.full((6,), delayed.ABSENT)
+    in_place = [tensor.clone() for tensor in (pending, history, scales, counts)]
+    rule = (448.0, 1, "p99", 2)
+    for step in range(7):
+        known = torch.empty_like(scales)
+        expected_known = delayed.next_scales_op(pending, history, scales, counts, *rule)
+        history, scales, counts = delayed.update_op(pending, history, scales, counts, *rule)
+        recorded = [torch.rand(1, 1, generator=generator) for _ in range(4)]
+        rows = [5, 0, 2, 0]
+        pending = delayed.record_op(pending, scales, recorded, rows, step == 3, [])
+        delayed.update_in_place_op(*in_place, known, *rule)
+        delayed.record_in_place_op(in_place[0], in_place[2], recorded, rows, step == 3)
+        assert torch.equal(known, expected_known) and torch.equal(known, scales)
+        for found, expected in zip(in_place, (pending, history, scales, counts)):
+            assert torch.equal(found, expected), step
+
+
+# --- record
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 4), amaxes), max_size=10),
+    st.lists(st.sampled_from([0.0, 2.0]), min_size=5, max_size=5),
+    st.booleans(),
+)
+def test_a_record_holds_the_largest_of_each_slot_with_nan_above_all(recorded, known, first_only) -> None:
+    scales = torch.tensor([known, known])
+    values = [torch.tensor([[amax]]) for _, amax in recorded]
+    old = torch.full((5,), 3.0)
+    found = delayed.record(old, scales, values, [row for row, _ in recorded], first_only)
+    for slot in range(5):
+        mine = [f32(amax) for row, amax in recorded if row == slot]
+        expected = f32(-1)
+        if mine and not (first_only and known[slot]):
+            expected = f32(np.nan) if any(map(np.isnan, mine)) else max(mine)
+        np.testing.assert_array_equal(found[slot].numpy(), expected)
+
+
+# --- count
+
+
+@settings(max_examples=150)
+@given(
+    st.lists(
+        st.one_of(st.sampled_from([0.0, math.inf, -math.inf, math.nan]), st.floats(-(2.0**50), 2.0**50, width=32)),
+        min_size=1, max_size=20,
+    ),
+    st.sampled_from([2.0**-20, 2.0**-3, 1.0, 37.5, 2.0**12]),
+    st.sampled_from((E4M3, E5M2)),
+)  # fmt: skip
+def test_counts_are_those_of_a_loop_over_the_elements(values, scale, format) -> None:
+    x, quant_scale = torch.tensor(values)[None], torch.tensor([[scale]])
+    q = delayed.cast_delayed(x, quant_scale, format.dtype)
+    found = delayed.count(x, q, quant_scale, 1 / quant_scale, format.max)
+    elements = saturated = flushed = 0
+    signal = noise = 0.0
+    for value in map(float, x[0].tolist()):
+        if not math.isfinite(value):
+            continue
+        scaled = float(f32(f32(value) * f32(scale)))
+        back = float(TABLES[format.dtype].round(np.array([np.clip(scaled, -format.max, format.max)]))[0])
+        elements, saturated = elements + 1, saturated + (abs(scaled) > format.max * (1 + 2.0**-20))
+        flushed += value != 0 and back == 0
+        signal, noise = signal + value**2, noise + (value - back * float(f32(1) / f32(scale))) ** 2
+    assert found.dtype == torch.float64 and found[:3].tolist() == [elements, saturated, flushed]
+    assert found[3].item() == pytest.approx(signal, rel=1e-5)
+    assert found[4].item() == pytest.approx(noise, rel=1e-3, abs=1e-10 * signal)
+
+
+@pytest.mark.parametrize("magnitude", [1e-30, 1e30])
+def test_signal_and_noise_of_values_far_from_one_neither_vanish_nor_overflow(magnitude: float) -> None:
+    x = torch.linspace(0.1, 1, 50)[None] * magnitude
+    scale = delayed.scale_of(x.abs().amax().view(1, 1), E5M2.max, 0)
+    counted = delayed.count(x, delayed.cast_delayed(x, scale, E5M2.dtype), scale, 1 / scale, E5M2.max)
+    assert counted[3].item() == pytest.approx(x.double().square().sum().item(), rel=1e-5, abs=0)
+    assert 20 < 10 * math.log10(counted[3] / counted[4]) < 40
+
+
+def test_counts_are_added_to_their_rows_and_to_no_others() -> None:
+    stats = torch.arange(20, dtype=torch.float64).view(4, 5)
+    one, two = torch.ones(5, dtype=torch.float64), torch.full((5,), 10.0, dtype=torch.float64)
+    after = delayed.add_counts(stats, [one, two, one], [2, 0, 2])
+    assert torch.equal(after - stats, torch.tensor([10.0, 0, 2, 0], dtype=torch.float64)[:, None].expand(4, 5))
