@@ -23,7 +23,10 @@ from fp8_compile.kernels.formats import BY_DTYPE, E5M2
 from fp8_compile.kernels.quantize import AMAX_FLOOR, WHOLE, is_tiled
 from fp8_compile.kernels.scaled_mm import epilogue
 
+from . import loop_split
 from .library import library
+
+loop_split.install()
 
 LEAST_PARALLEL = 1 << 17  # elements; one thread quantizes as many in some 0.2 ms
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
