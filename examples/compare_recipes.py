@@ -84,9 +84,9 @@ def plot(losses: dict[str, list[float]], path: Path) -> None:
 
     figure, (above, below) = pyplot.subplots(2, 1, figsize=(8, 7), sharex=True, height_ratios=(2, 1))
     for name, curve in losses.items():
-        above.plot(curve, label=name, linewidth=1)
+        (line,) = above.plot(curve, label=name, linewidth=1)
         if name != FULL:
-            below.plot([a - b for a, b in zip(curve, losses[FULL])], label=name, linewidth=1)
+            below.plot([a - b for a, b in zip(curve, losses[FULL])], color=line.get_color(), linewidth=1)
     above.set_ylabel("loss, nats a byte")
     above.legend()
     below.set_ylabel("difference from fp32")
