@@ -22,7 +22,7 @@ test: $(TEST)    ## run the tests (ARGS="-k name" to choose)
 	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
 bench: $(TEST)   ## run every benchmark, each against its peer
-	@set -e; for script in benchmarks/*.py; do echo "== $$script"; PYTHONPATH=examples $(BIN)/python $$script; done
+	@set -e; for script in $$(grep -l __main__ benchmarks/*.py); do echo "== $$script"; PYTHONPATH=examples $(BIN)/python $$script; done
 
 lint: $(LINT)    ## check the style
 	$(BIN)/python -m ruff check .

@@ -120,7 +120,7 @@ def compile_graph(
         try:
             return graph.compile(inner_compile, _new_dump(folder) if folder else None)
         except PoolFull as full:
-            delayed_state.make_room(graph.pool, full, config, graph.rules, device)  # type: ignore[arg-type]
+            graph.pool.make_room(full.direction, full.needed)  # type: ignore[union-attr]
 
 
 @dataclasses.dataclass

@@ -19,7 +19,7 @@ from torch._subclasses import FakeTensor
 from fp8_compile.kernels.delayed_scaling import ABSENT
 
 from .config import Config
-from .graph_pool import GraphPool, PoolFull
+from .graph_pool import GraphPool
 from .module_names import ModuleNames
 from .passes.decide import Rules
 from .passes.delay_scales import UpdateRule
@@ -44,12 +44,6 @@ def open_pool(
     return GraphPool(state_of_compilation(gm), _kinds(config, rules, device), room, modules)
 
 
-def make_room(pool: GraphPool, full: PoolFull, config: Config, rules: Rules, device: torch.device) -> None:
-    """After a graph turned out to need more slots than foreseen."""
-    kind = next(kind for kind in _kinds(config, rules, device) if kind.direction == full.direction)
-    pool.make_room(kind, full.needed)
-
-
 def attach_state(gm: fx.GraphModule, pool: GraphPool, *, stats: bool) -> None:
     """Make the state's tensors buffers of the graph: they reach the joint graph as placeholders with these names."""
     sources = getattr(gm, "_param_name_to_source", None)  # a part of a graph that was split for DDP has none
@@ -69,7 +63,8 @@ class LookFirst:
     def __init__(self, compiled: Callable[..., Any], looking: Callable[..., Any], pool: GraphPool) -> None:
         self.compiled, self.looking = compiled, looking
         self.state, self.places = pool.state, dict(pool.places)
-        self.passes, self.epoch = 0, -1  # of the state, when its histories were last found complete
+        self.passes = 0  # through ``looking``
+        self.epoch = -1  # of the state, when its histories were last found complete
 
     def __call__(self, *args: Any) -> Any:
         if self.epoch == self.state.epoch or any(isinstance(arg, FakeTensor) for arg in args):

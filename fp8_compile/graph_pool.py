@@ -31,19 +31,20 @@ class GraphPool:
         """``room``: how many slots the graph may need. A graph whose ``modules`` have slots already, from a graph for
         other sizes, will hardly need new ones."""
         self.state, self.places = state, dict[Slot, Place]()
+        self._kinds = {kind.direction: kind for kind in kinds}
         self._pages: dict[str, list[int]] = {}
-        for kind in kinds:
+        for kind in self._kinds.values():
             pages = [index for index, page in enumerate(state.pages) if page.kind == kind]
             known = any(slot.module in modules for index in pages for slot in state.pages[index].slots)
             self._pages[kind.direction] = pages
-            self.make_room(kind, 0 if known else room)
+            self.make_room(kind.direction, 0 if known else room)
         self.fingerprint = repr(
             [(index, state.pages[index].capacity, state.pages[index].slots) for index in sum(self._pages.values(), [])]
         )
 
-    def make_room(self, kind: PageKind, room: int) -> None:
+    def make_room(self, direction: str, room: int) -> None:
         """A page more unless the last one has that many rows left."""
-        pages = self._pages[kind.direction]
+        kind, pages = self._kinds[direction], self._pages[direction]
         last = self.state.pages[pages[-1]] if pages else None
         if last is None or last.capacity - len(last.slots) < room:
             self.state.pages.append(Page(kind, room))

@@ -2,7 +2,7 @@
 
 After a graph break Dynamo compiles ``Block.forward`` once and runs it for ``blocks.0`` and ``blocks.1`` alike. Where a
 pattern names only one of them, the code for one is wrong for the other: a guard on the identity of the module makes
-Dynamo compile each by itself.
+Dynamo compile each by itself. Under delayed scaling that is so for every module: its code holds its scaling state.
 """
 
 from __future__ import annotations
