@@ -41,6 +41,8 @@ def poisoned(graph: fx.Graph, value: float) -> list[Tensor]:
     """Random inputs, the value in one place of each large one, and magnitudes from the subnormal to the huge."""
     inputs = random_inputs(graph)
     for tensor in inputs:
+        if tensor.numel() == 1:
+            tensor.abs_()  # scales, which are never negative
         if tensor.numel() > 100 and tensor.dtype.is_floating_point and tensor.dtype not in FP8:
             tensor.mul_(torch.logspace(-8, 4, tensor.shape[-1]))
             tensor.view(-1)[17] = value
