@@ -15,12 +15,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .nvfp4_library import library
+from .library import library
+from .operation import DTYPES
 
 BLOCK = 16  # elements of K that share a block scale
 GROUP = 16  # rows that are interleaved
 _WORD = 4  # bytes of codes that a lane takes at once
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _ARITHMETICS = {None: 0, "int8": 1}
 LEAST_PARALLEL = 1 << 16  # multiplications a thread, below which waking another takes longer than the work
 
@@ -41,15 +41,15 @@ def matmul(
     """
     m, k = x.shape
     n, half = codes.shape
-    if not 0 <= 2 * half - k < BLOCK or block_scales.shape[1] * 8 != half or x.dtype not in _DTYPES:
+    if not 0 <= 2 * half - k < BLOCK or block_scales.shape[1] * 8 != half or x.dtype not in DTYPES:
         _check_operands(x, codes, block_scales)
     if x.stride(1) != 1 and k > 1:
         x = x.contiguous()
     y = x.new_empty((m, n))
     threads = min(torch.get_num_threads(), 1 + m * n * k // LEAST_PARALLEL)
     library().nvfp4_matmul(
-        *(x.data_ptr(), m, k, x.stride(0), _DTYPES[x.dtype], codes.data_ptr(), block_scales.data_ptr(), n, 2 * half),
-        *(float(global_scale), None if bias is None else bias.data_ptr(), 0 if bias is None else _DTYPES[bias.dtype]),
+        *(x.data_ptr(), m, k, x.stride(0), DTYPES[x.dtype], codes.data_ptr(), block_scales.data_ptr(), n, 2 * half),
+        *(float(global_scale), None if bias is None else bias.data_ptr(), 0 if bias is None else DTYPES[bias.dtype]),
         *(_ARITHMETICS[activations], y.data_ptr(), threads),
     )
     return y
@@ -138,7 +138,7 @@ def _groups(x: Tensor) -> list[tuple[slice, int, int]]:
 
 
 def _check_operands(x: Tensor, codes: Tensor, block_scales: Tensor) -> None:
-    if x.dtype not in _DTYPES:
+    if x.dtype not in DTYPES:
         raise TypeError(f"NVFP4 products take x in float32, bfloat16 or float16, got {x.dtype}")
     _check_weight(codes, block_scales)
     if not 0 <= 2 * codes.shape[1] - x.shape[1] < BLOCK:
