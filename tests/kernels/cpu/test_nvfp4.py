@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 
@@ -43,7 +45,30 @@ def error(y: Tensor, expected: Tensor) -> float:
     return float((y.double() - expected).norm() / expected.norm().clamp(min=1e-300))
 
 
-def test_products_are_exact_and_summed_in_fp32(instructions: str, generator: torch.Generator) -> None:
+@dataclasses.dataclass
+class Case:
+    x: Tensor
+    weight: tuple[Tensor, Tensor]
+    bias: Tensor
+    activations: str | None
+    expected: Tensor  # FP64, without the bias
+
+    def check(self, m: int, bias: Tensor | None = None) -> None:
+        y = nvfp4.matmul(self.x[:m], *self.weight, GLOBAL_SCALE, bias, self.activations)
+        assert (y.shape, y.dtype) == ((m, self.expected.shape[1]), self.x.dtype)
+        expected = self.expected[:m] if bias is None else self.expected[:m] + bias.double()
+        assert error(y, expected) < SUMMING + ROUNDING[self.x.dtype], (
+            self.weight[0].shape,
+            m,
+            y.dtype,
+            self.activations,
+        )
+
+
+@functools.cache
+def cases() -> list[Case]:
+    """Computed once for all instruction sets."""
+    generator, made = torch.Generator().manual_seed(1), []
     for n, k, short in ((48, 64, 0), (37, 1040, 5), (5, 32, 15), (130, 528, 0)):
         weight = nvfp4.interleave(*random_weight(n, k, generator))
         for dtype in DTYPES:
@@ -51,21 +76,31 @@ def test_products_are_exact_and_summed_in_fp32(instructions: str, generator: tor
             bias = torch.randn(n, generator=generator).to(dtype)
             for activations in (None, "int8"):
                 expected = nvfp4.reference(x, *weight, GLOBAL_SCALE, None, activations)
-                for m in (1, 2, 3, 4, 7, 8, 16, 17, 45):
-                    added = bias if m % 2 else None
-                    y = nvfp4.matmul(x[:m], *weight, GLOBAL_SCALE, added, activations)
-                    assert (y.shape, y.dtype) == ((m, n), dtype)
-                    target = expected[:m] if added is None else expected[:m] + added.double()
-                    assert error(y, target) < SUMMING + ROUNDING[dtype], (n, k, m, dtype, activations)
+                made.append(Case(x, weight, bias, activations, expected))
+    return made
 
 
-def test_long_sums_keep_their_precision(instructions: str, generator: torch.Generator) -> None:
+@functools.cache
+def long_cases() -> list[Case]:
+    generator = torch.Generator().manual_seed(2)
     weight = nvfp4.interleave(*random_weight(16, 14336, generator))
     x = torch.rand(20, 14336, generator=generator)  # of one sign: sums grow
-    for activations in (None, "int8"):
-        expected = nvfp4.reference(x, *weight, GLOBAL_SCALE, None, activations)
+    results = {
+        activations: nvfp4.reference(x, *weight, GLOBAL_SCALE, None, activations) for activations in (None, "int8")
+    }
+    return [Case(x, weight, torch.zeros(16), activations, expected) for activations, expected in results.items()]
+
+
+def test_products_are_exact_and_summed_in_fp32(instructions: str) -> None:
+    for case in cases():
+        for m in (1, 2, 3, 4, 7, 8, 16, 17, 45):
+            case.check(m, case.bias if m % 2 else None)
+
+
+def test_long_sums_keep_their_precision(instructions: str) -> None:
+    for case in long_cases():
         for m in (1, 4, 16, 20):
-            assert error(nvfp4.matmul(x[:m], *weight, GLOBAL_SCALE, None, activations), expected[:m]) < SUMMING
+            case.check(m)
 
 
 def test_every_code_times_every_scale_is_decoded_exactly(instructions: str) -> None:
