@@ -19,8 +19,8 @@ struct MicroFp32 {
 #endif
   using Element = float;
   static constexpr int64_t ROWS = ROWS_, COLS = 2 * WIDTH, STEP = 32;
-  static constexpr int64_t CHUNK = 512;
-  static constexpr int64_t MOST_ROWS = 252, MOST_COLS = 1024;
+  static constexpr int64_t CHUNK = 256;  // a right panel is 32 KB at the most
+  static constexpr int64_t MOST_ROWS = 504, MOST_COLS = 512;
   struct Session {};
 
   static void run(int64_t steps, const Element* left, const Element* right, int rows, float* sums) {

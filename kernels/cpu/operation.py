@@ -1,4 +1,8 @@
-"""Operations of ours on CPU tensors, as torch knows them."""
+"""Operations of ours on CPU tensors, as torch and Inductor know them.
+
+To Inductor they are calls of functions that it knows the results' shapes of. (There is no ``out`` variant for memory
+that it has planned: it made steps slower, since its buffers are allocated anew where torch's allocator reuses them.)
+"""
 
 from __future__ import annotations
 
@@ -11,10 +15,21 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # fp8_formats.
 _library = torch.library.Library("fp8_compile", "FRAGMENT")
 
 
-def define(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """Register ``fp8_compile::name(...)`` with what it does and what comes out; to Inductor it is opaque."""
-    name = schema.partition("(")[0]
+def define(schema: str, allocate: Callable[..., Any], write: Callable[..., None]) -> Any:
+    """Register ``name(arguments) -> results``. ``allocate(*arguments)`` gives a tuple of empty results, for tracing
+    too; ``write(*arguments, *results)`` fills them."""
+    name, alone = schema.partition("(")[0], "," not in schema.partition(" -> ")[2]
+
+    def empty(*given: Any) -> Any:
+        made = allocate(*given)
+        return made[0] if alone else made
+
+    def run(*given: Any) -> Any:
+        made = allocate(*given)
+        write(*given, *made)
+        return made[0] if alone else made
+
     _library.define(schema)
-    _library.impl(name, function, "CPU")
-    torch.library.register_fake(f"fp8_compile::{name}", fake, lib=_library)
+    _library.impl(name, run, "CPU")
+    torch.library.register_fake(f"fp8_compile::{name}", empty, lib=_library)
     return getattr(torch.ops.fp8_compile, name).default

@@ -61,23 +61,27 @@ struct Bytes {
   }
 };
 
-// The values of all codes.
-template <class From>
+// The values of a format's codes. Which format it is, is data and not a type: the code is compiled once.
 struct Values {
   alignas(64) float as_fp32[256];
   alignas(64) uint16_t as_bf16[128];  // of the magnitudes; exact
-  Values() {
-    for (int code = 0; code < 256; ++code) as_fp32[code] = From::decode(uint8_t(code));
+
+  static const Values& of(bool e5m2) {
+    static const Values e4m3_values(E4M3::decode), e5m2_values(E5M2::decode);
+    return e5m2 ? e5m2_values : e4m3_values;
+  }
+
+ private:
+  explicit Values(float (*decode)(uint8_t)) {
+    for (int code = 0; code < 256; ++code) as_fp32[code] = decode(uint8_t(code));
     for (int code = 0; code < 128; ++code) as_bf16[code] = uint16_t(bits(as_fp32[code]) >> 16);
   }
 };
-template <class From> inline const Values<From> values;
 
 #if defined(__AVX512BW__)
 // 32 codes to bf16, by a table of the 128 magnitudes in four registers.
-template <class From>
-inline __m512i to_bf16(__m256i codes) {
-  const uint16_t* table = values<From>.as_bf16;
+inline __m512i to_bf16(const Values& values, __m256i codes) {
+  const uint16_t* table = values.as_bf16;
   const __m512i wide = _mm512_cvtepu8_epi16(codes);
   const __m512i low = _mm512_permutex2var_epi16(_mm512_load_si512(table), wide, _mm512_load_si512(table + 32));
   const __m512i high = _mm512_permutex2var_epi16(_mm512_load_si512(table + 64), wide, _mm512_load_si512(table + 96));
@@ -87,49 +91,48 @@ inline __m512i to_bf16(__m256i codes) {
 }
 inline __m256i load32(const uint8_t* codes) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes)); }
 
-template <class From>
 struct DecodeToBf16 {
-  static void decode(const uint8_t* codes, int64_t count, uint16_t* to) {  // count: a multiple of 32
-    for (int64_t i = 0; i < count; i += 32) _mm512_storeu_si512(to + i, to_bf16<From>(load32(codes + i)));
+  static void decode(const Values& values, const uint8_t* codes, int64_t count, uint16_t* to) {  // count: a multiple of 32
+    for (int64_t i = 0; i < count; i += 32) _mm512_storeu_si512(to + i, to_bf16(values, load32(codes + i)));
   }
   template <int64_t COLS>  // two lines of k at a time, interleaved: [k/2][COLS][2]
-  static void decode_lines(const uint8_t* const* lines, int64_t count, uint16_t* to) {
+  static void decode_lines(const Values& values, const uint8_t* const* lines, int64_t count, uint16_t* to) {
     static_assert(COLS == 32);
     for (int64_t k = 0; k < count; k += 2, to += 64) {
       const __m256i first = load32(lines[k]), second = load32(lines[k + 1]);
       const __m256i low = _mm256_unpacklo_epi8(first, second), high = _mm256_unpackhi_epi8(first, second);
-      _mm512_store_si512(to, to_bf16<From>(_mm256_permute2x128_si256(low, high, 0x20)));
-      _mm512_store_si512(to + 32, to_bf16<From>(_mm256_permute2x128_si256(low, high, 0x31)));
+      _mm512_store_si512(to, to_bf16(values, _mm256_permute2x128_si256(low, high, 0x20)));
+      _mm512_store_si512(to + 32, to_bf16(values, _mm256_permute2x128_si256(low, high, 0x31)));
     }
   }
 };
 #endif
 
-template <class From>
 struct DecodeToFp32 {
-  static void decode(const uint8_t* codes, int64_t count, float* to) {  // count: a multiple of 8
+  static void decode(const Values& values, const uint8_t* codes, int64_t count, float* to) {  // count: a multiple of 8
     int64_t i = 0;
 #if defined(__AVX512BW__)
     for (; i + 32 <= count; i += 32) {
-      const __m512i narrow = to_bf16<From>(load32(codes + i));
+      const __m512i narrow = to_bf16(values, load32(codes + i));
       const __m512i low = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(narrow));
       const __m512i high = _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(narrow, 1));
       _mm512_storeu_si512(to + i, _mm512_slli_epi32(low, 16));
       _mm512_storeu_si512(to + i + 16, _mm512_slli_epi32(high, 16));
     }
 #endif
-    const float* table = values<From>.as_fp32;
+    const float* table = values.as_fp32;
     for (; i < count; ++i) to[i] = table[codes[i]];
   }
   template <int64_t COLS>  // lines of k as they are: [k][COLS]
-  static void decode_lines(const uint8_t* const* lines, int64_t count, float* to) {
-    for (int64_t k = 0; k < count; ++k) decode(lines[k], COLS, to + k * COLS);
+  static void decode_lines(const Values& values, const uint8_t* const* lines, int64_t count, float* to) {
+    for (int64_t k = 0; k < count; ++k) decode(values, lines[k], COLS, to + k * COLS);
   }
 };
 
 // The left operand [M, K]: element (m, k) at data[m * row_stride + k * k_stride].
 template <class Micro, class Decode>
 struct PackLeft {
+  const Values& values;
   const uint8_t* data;
   int64_t row_stride, k_stride, rows_in_all;
 
@@ -139,11 +142,11 @@ struct PackLeft {
       const uint8_t* from = data + row * row_stride + (k + at) * k_stride;
       const int64_t taken = std::min(STEP, count - at);
       if (k_stride == 1 && taken == STEP) {
-        for (int64_t r = 0; r < rows; ++r) Decode::decode(from + r * row_stride, STEP, to + r * STEP);
+        for (int64_t r = 0; r < rows; ++r) Decode::decode(values, from + r * row_stride, STEP, to + r * STEP);
       } else {
         alignas(64) uint8_t codes[ROWS * STEP] = {};
         Bytes::fetch(from, row_stride, k_stride, rows, taken, rows_in_all - row, codes, STEP);
-        Decode::decode(codes, rows * STEP, to);
+        Decode::decode(values, codes, rows * STEP, to);
       }
       if (rows < ROWS) std::memset(to + rows * STEP, 0, (ROWS - rows) * STEP * sizeof *to);
     }
@@ -153,6 +156,7 @@ struct PackLeft {
 // The right operand [K, N]: element (k, n) at data[k * k_stride + n * col_stride].
 template <class Micro, class Decode>
 struct PackRight {
+  const Values& values;
   const uint8_t* data;
   int64_t k_stride, col_stride;
 
@@ -170,7 +174,7 @@ struct PackRight {
         Bytes::fetch(from, k_stride, col_stride, taken, cols, taken, codes, COLS);
         for (int64_t i = 0; i < STEP; ++i) lines[i] = codes + i * COLS;
       }
-      Decode::template decode_lines<COLS>(lines, STEP, to);
+      Decode::template decode_lines<COLS>(values, lines, STEP, to);
     }
   }
 };

@@ -28,78 +28,78 @@ LEAST_PARALLEL = 1 << 17  # elements; one thread quantizes as many in some 0.2 m
 _AXES = {(True, True): 0, (False, True): 1, (True, False): 2}  # by (block[0] == WHOLE, block[1] == WHOLE)
 
 
-def scales(x: Tensor, dtype: torch.dtype, block: list[int]) -> tuple[Tensor, Tensor]:
+def _new_scales(x: Tensor, dtype: torch.dtype, block: list[int]) -> tuple[Tensor, Tensor]:
+    shape = [1 if extent == WHOLE else size for size, extent in zip(x.shape, block)]
+    return x.new_empty(shape, dtype=torch.float32), x.new_empty(shape, dtype=torch.float32)
+
+
+def _scales(x: Tensor, dtype: torch.dtype, block: list[int], quant_scale: Tensor, dequant_scale: Tensor) -> None:
     kernels = library()
     if kernels is None:
-        return reference.scales(x, dtype, block)
-    x = x.contiguous()
-    amax = x.new_empty(_scale_shape(x, block), dtype=torch.float32)
-    rows, cols = x.shape
+        for result, made in zip((quant_scale, dequant_scale), reference.scales(x, dtype, block)):
+            result.copy_(made)
+        return
+    x, (rows, cols) = x.contiguous(), x.shape
+    amax = torch.empty_like(quant_scale)
     kernels.fp8_amax(x.data_ptr(), DTYPES[x.dtype], rows, cols, _axis(block), amax.data_ptr(), _threads(x))
     amax.clamp_(min=AMAX_FLOOR)
-    quant_scale = amax.reciprocal().mul_(BY_DTYPE[dtype].max)
-    return quant_scale, quant_scale.reciprocal().add_(amax.mul_(0.0))
+    torch.reciprocal(amax, out=quant_scale).mul_(BY_DTYPE[dtype].max)
+    torch.reciprocal(quant_scale, out=dequant_scale).add_(amax.mul_(0.0))
 
 
-def cast(x: Tensor, quant_scale: Tensor, dtype: torch.dtype, block: list[int]) -> Tensor:
+def _new_codes(x: Tensor, quant_scale: Tensor, dtype: torch.dtype, block: list[int]) -> tuple[Tensor]:
+    return (x.new_empty(x.shape, dtype=dtype),)
+
+
+def _cast(x: Tensor, quant_scale: Tensor, dtype: torch.dtype, block: list[int], codes: Tensor) -> None:
     kernels = library()
     if kernels is None:
-        return reference.cast(x, quant_scale, dtype, block)
+        codes.copy_(reference.cast(x, quant_scale, dtype, block))
+        return
     x, quant_scale = x.contiguous(), quant_scale.contiguous()
-    q = torch.empty(x.shape, dtype=dtype)
     kernels.fp8_quantize(
         *(x.data_ptr(), DTYPES[x.dtype], *x.shape, _axis(block), quant_scale.data_ptr()),
-        *(dtype == E5M2.dtype, q.data_ptr(), _threads(x)),
+        *(dtype == E5M2.dtype, codes.data_ptr(), _threads(x)),
     )
-    return q
 
 
-def quantize_delayed(
-    x: Tensor, quant_scale: Tensor, dtype: torch.dtype, margin: int, codes: bool
+def _new_delayed(
+    x: Tensor, quant_scale: Tensor, dtype: torch.dtype, margin: int, wanted: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Codes (empty unless wanted), quant_scale as used, dequant_scale, amax."""
+    codes = x.new_empty(x.shape if wanted else (0,), dtype=dtype)
+    return codes, *(x.new_empty((1, 1), dtype=torch.float32) for _ in range(3))  # type: ignore[return-value]
+
+
+def _quantize_delayed(
+    x: Tensor,
+    quant_scale: Tensor,
+    dtype: torch.dtype,
+    margin: int,
+    wanted: bool,
+    codes: Tensor,
+    used_scale: Tensor,
+    dequant_scale: Tensor,
+    amax: Tensor,
+) -> None:
     kernels = library()
     if kernels is None:
-        return _quantize_delayed_plainly(x, quant_scale, dtype, margin, codes)
-    x = x.contiguous()
-    q, used, dequant_scale, amax = _fake_quantize_delayed(x, quant_scale, dtype, margin, codes)
-    used.copy_(quant_scale)
-    kernels.fp8_delayed(
-        *(x.data_ptr(), DTYPES[x.dtype], x.numel(), 2.0**margin, dtype == E5M2.dtype, used.data_ptr()),
-        *(q.data_ptr() if codes else None, amax.data_ptr(), _threads(x)),
-    )
-    torch.reciprocal(used, out=dequant_scale)
-    return q, used, dequant_scale, amax
-
-
-def _quantize_delayed_plainly(
-    x: Tensor, quant_scale: Tensor, dtype: torch.dtype, margin: int, codes: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    amax = reference.block_amax(x, (WHOLE, WHOLE))
-    used = delayed_reference.first_scale(quant_scale, amax, format_of(dtype).max, margin).reshape(1, 1)
-    q = delayed_reference.cast_delayed(x, used, dtype) if codes else x.new_empty(0, dtype=dtype)
-    return q, used, used.reciprocal(), amax
-
-
-def _fake_quantize_delayed(
-    x: Tensor, quant_scale: Tensor, dtype: torch.dtype, margin: int, codes: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    q = x.new_empty(x.shape if codes else (0,), dtype=dtype)
-    return q, *(x.new_empty((1, 1), dtype=torch.float32) for _ in range(3))  # type: ignore[return-value]
-
-
-def _fake_scales(x: Tensor, dtype: torch.dtype, block: list[int]) -> tuple[Tensor, Tensor]:
-    shape = _scale_shape(x, block)
-    return x.new_empty(shape, dtype=torch.float32), x.new_empty(shape, dtype=torch.float32)
+        amax.copy_(reference.block_amax(x, (WHOLE, WHOLE)))
+        used_scale.copy_(delayed_reference.first_scale(quant_scale, amax, format_of(dtype).max, margin))
+        if wanted:
+            codes.copy_(delayed_reference.cast_delayed(x, used_scale, dtype))
+    else:
+        x = x.contiguous()
+        used_scale.copy_(quant_scale)
+        kernels.fp8_delayed(
+            *(x.data_ptr(), DTYPES[x.dtype], x.numel(), 2.0**margin, dtype == E5M2.dtype, used_scale.data_ptr()),
+            *(codes.data_ptr() if wanted else None, amax.data_ptr(), _threads(x)),
+        )
+    torch.reciprocal(used_scale, out=dequant_scale)
 
 
 def _axis(block: list[int]) -> int:
     assert not is_tiled(block), block
     return _AXES[block[0] == WHOLE, block[1] == WHOLE]
-
-
-def _scale_shape(x: Tensor, block: list[int]) -> list[int]:
-    return [1 if extent == WHOLE else size for size, extent in zip(x.shape, block)]
 
 
 def _threads(x: Tensor) -> int:
@@ -109,17 +109,16 @@ def _threads(x: Tensor) -> int:
 
 scales_op = define(
     "scales(Tensor x, ScalarType dtype, int[2] block) -> (Tensor quant_scale, Tensor dequant_scale)",
-    scales,
-    _fake_scales,
+    _new_scales,
+    _scales,
 )
 cast_op = define(
-    "cast(Tensor x, Tensor quant_scale, ScalarType dtype, int[2] block) -> Tensor",
-    cast,
-    lambda x, quant_scale, dtype, block: x.new_empty(x.shape, dtype=dtype),
+    "cast(Tensor x, Tensor quant_scale, ScalarType dtype, int[2] block) -> Tensor", _new_codes, _cast
 )
+# quant_scale: [1, 1], 0 where there is none yet; wanted: whether codes are, or the amax alone.
 quantize_delayed_op = define(
-    "quantize_delayed(Tensor x, Tensor quant_scale, ScalarType dtype, int margin, bool codes) -> "
-    "(Tensor codes, Tensor quant_scale, Tensor dequant_scale, Tensor amax)",
-    quantize_delayed,
-    _fake_quantize_delayed,
+    "quantize_delayed(Tensor x, Tensor quant_scale, ScalarType dtype, int margin, bool wanted) -> "
+    "(Tensor codes, Tensor used_scale, Tensor dequant_scale, Tensor amax)",
+    _new_delayed,
+    _quantize_delayed,
 )

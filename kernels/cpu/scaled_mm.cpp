@@ -9,6 +9,7 @@
 #include <csignal>
 #include <cstdint>
 
+#include "dot.h"
 #include "fp8_formats.h"
 #include "gemm.h"
 #include "pack_fp8.h"
@@ -16,15 +17,15 @@
 #if defined(FP8_EMULATE_AMX) || defined(__AMX_BF16__)
 #include "micro_amx.h"
 using Micro = fp8::MicroAmx;
-template <class From> using Decode = fp8::DecodeToBf16<From>;
+using Decode = fp8::DecodeToBf16;
 #elif defined(__AVX512BF16__)
 #include "micro_bf16.h"
 using Micro = fp8::MicroBf16;
-template <class From> using Decode = fp8::DecodeToBf16<From>;
+using Decode = fp8::DecodeToBf16;
 #else
 #include "micro_fp32.h"
 using Micro = fp8::MicroFp32;
-template <class From> using Decode = fp8::DecodeToFp32<From>;
+using Decode = fp8::DecodeToFp32;
 #endif
 
 namespace {
@@ -40,44 +41,52 @@ struct Scales {
   float at(int64_t line, int64_t block) const { return data[line / lines * line_stride + block * k_stride]; }
 };
 
-template <class Out>
 struct Finish {
   int64_t tile;
   Scales left, right;
   const float* bias;
-  typename Out::type* out;
+  void* out;
+  int dtype;
   int64_t out_stride;
   bool accumulate;
 
   void add(const float* sums, float* c, int64_t row, int64_t rows, int64_t col, int64_t cols, int64_t k) const {
-    float across[Micro::COLS] = {};
+    float across[COLS] = {};
     for (int64_t n = 0; n < cols; ++n) across[n] = right.at(col + n, k / TILE);
     for (int64_t r = 0; r < rows; ++r) {
       const float down = left.at(row + r, k / TILE);
-      for (int64_t n = 0; n < Micro::COLS; ++n) c[r * Micro::COLS + n] += sums[r * Micro::COLS + n] * (down * across[n]);
+      for (int64_t n = 0; n < COLS; ++n) c[r * COLS + n] += sums[r * COLS + n] * (down * across[n]);
     }
   }
 
   void store(const float* c, int64_t row, int64_t rows, int64_t col, int64_t cols) const {
-    float across[Micro::COLS] = {}, added[Micro::COLS] = {};
-    for (int64_t n = 0; n < cols; ++n) {
-      across[n] = tile ? 1.0f : right.at(col + n, 0);
-      added[n] = bias ? bias[col + n] : 0.0f;
-    }
+    float across[COLS] = {};
+    for (int64_t n = 0; n < cols; ++n) across[n] = tile ? 1.0f : right.at(col + n, 0);
     for (int64_t r = 0; r < rows; ++r) {
       const float down = tile ? 1.0f : left.at(row + r, 0);
-      float result[Micro::COLS];
-      for (int64_t n = 0; n < Micro::COLS; ++n) result[n] = c[r * Micro::COLS + n] * (down * across[n]);
+      float result[COLS];
+      for (int64_t n = 0; n < COLS; ++n) result[n] = c[r * COLS + n] * (down * across[n]);
       if (bias)
-        for (int64_t n = 0; n < Micro::COLS; ++n) result[n] += added[n];
-      typename Out::type* to = out + (row + r) * out_stride + col;
-      if (accumulate)
-        for (int64_t n = 0; n < cols; ++n) result[n] += Out::load(to[n]);
-      if (cols == Micro::COLS)
-        for (int64_t n = 0; n < Micro::COLS; ++n) to[n] = Out::store(result[n]);
-      else
-        for (int64_t n = 0; n < cols; ++n) to[n] = Out::store(result[n]);
+        for (int64_t n = 0; n < cols; ++n) result[n] += bias[col + n];
+      const int64_t at = (row + r) * out_stride + col;
+      if (dtype == FP32) put<Float32>(result, at, cols);
+      if (dtype == BF16) put<BFloat16>(result, at, cols);
+      if (dtype == FP16) put<Float16>(result, at, cols);
     }
+  }
+
+ private:
+  static constexpr int64_t COLS = Micro::COLS;
+
+  template <class Out>
+  void put(float* result, int64_t at, int64_t cols) const {
+    typename Out::type* to = static_cast<typename Out::type*>(out) + at;
+    if (accumulate)
+      for (int64_t n = 0; n < cols; ++n) result[n] += Out::load(to[n]);
+    if (cols == COLS)  // a number that the compiler knows
+      for (int64_t n = 0; n < COLS; ++n) to[n] = Out::store(result[n]);
+    else
+      for (int64_t n = 0; n < cols; ++n) to[n] = Out::store(result[n]);
   }
 };
 
@@ -86,24 +95,20 @@ struct Operand {
   int64_t stride, k_stride;  // from row to row of the left operand, from column to column of the right one; from k to k
   int e5m2;
   Scales scales;
+
+  const uint8_t* codes() const { return static_cast<const uint8_t*>(data); }
+  const Values& values() const { return Values::of(e5m2); }
 };
 
-template <class FromLeft, class FromRight, class Out>
-void multiply(int64_t m, int64_t n, int64_t k, const Operand& a, const Operand& b, const Finish<Out>& finish, int threads) {
-  PackLeft<Micro, Decode<FromLeft>> left{static_cast<const uint8_t*>(a.data), a.stride, a.k_stride, m};
-  PackRight<Micro, Decode<FromRight>> right{static_cast<const uint8_t*>(b.data), b.k_stride, b.stride};
-  Gemm<Micro, decltype(left), decltype(right), Finish<Out>>(m, n, k, left, right, finish).run(threads);
-}
-
-template <class Out>
-void multiply(int64_t m, int64_t n, int64_t k, const Operand& a, const Operand& b, const float* bias, void* out,
-              int64_t out_stride, bool accumulate, int threads) {
-  const bool tiled = a.scales.k_stride || b.scales.k_stride;
-  const Finish<Out> finish{tiled ? TILE : 0, a.scales, b.scales, bias, static_cast<typename Out::type*>(out), out_stride, accumulate};
-  if (a.e5m2)
-    b.e5m2 ? multiply<E5M2, E5M2>(m, n, k, a, b, finish, threads) : multiply<E5M2, E4M3>(m, n, k, a, b, finish, threads);
-  else
-    b.e5m2 ? multiply<E4M3, E5M2>(m, n, k, a, b, finish, threads) : multiply<E4M3, E4M3>(m, n, k, a, b, finish, threads);
+void multiply(int64_t m, int64_t n, int64_t k, const Operand& a, const Operand& b, const Finish& finish, int threads) {
+  using Few = Dots<Micro, Finish>;
+  if (m <= Few::ROWS && b.k_stride == 1 && !finish.tile) {
+    Few::run(m, n, k, a.values(), a.codes(), a.stride, a.k_stride, b.values(), b.codes(), b.stride, finish, threads);
+    return;
+  }
+  const PackLeft<Micro, Decode> left{a.values(), a.codes(), a.stride, a.k_stride, m};
+  const PackRight<Micro, Decode> right{b.values(), b.codes(), b.k_stride, b.stride};
+  Gemm<Micro, PackLeft<Micro, Decode>, PackRight<Micro, Decode>, Finish>(m, n, k, left, right, finish).run(threads);
 }
 
 sigjmp_buf escape;
@@ -120,9 +125,8 @@ void fp8_scaled_mm(int64_t m, int64_t n, int64_t k,
                    const float* bias, void* out, int dtype, int64_t out_stride, int accumulate, int threads) {
   const Operand a{left, left_stride, left_k_stride, left_e5m2, {left_scales, left_scale_stride, left_scale_k_stride, left_lines}};
   const Operand b{right, right_stride, right_k_stride, right_e5m2, {right_scales, right_scale_stride, right_scale_k_stride, right_lines}};
-  if (dtype == FP32) multiply<Float32>(m, n, k, a, b, bias, out, out_stride, accumulate, threads);
-  if (dtype == BF16) multiply<BFloat16>(m, n, k, a, b, bias, out, out_stride, accumulate, threads);
-  if (dtype == FP16) multiply<Float16>(m, n, k, a, b, bias, out, out_stride, accumulate, threads);
+  const bool tiled = a.scales.k_stride || b.scales.k_stride;
+  multiply(m, n, k, a, b, {tiled ? TILE : 0, a.scales, b.scales, bias, out, dtype, out_stride, bool(accumulate)}, threads);
 }
 
 // Whether this library's instructions can really be used here: a small product on a thread that survives SIGILL.

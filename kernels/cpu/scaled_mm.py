@@ -1,7 +1,6 @@
-"""The FP8 gemm in C++ (``scaled_mm.cpp``), as operations of a graph.
+"""The FP8 gemm in C++ (``scaled_mm.cpp``), as an operation of a graph.
 
-    y    = scaled_mm(left, right, scale_left, scale_right, bias, out_dtype)      kernels/scaled_mm.py: the formula
-    out += scaled_mm(...)                                                        scaled_mm_add_
+    y = scaled_mm(left, right, scale_left, scale_right, bias, out_dtype)      kernels/scaled_mm.py: the formula
 
 left: [M, K] fp8, right: [K, N] fp8, E4M3 or E5M2 each, of any strides: no transposed copies are made for it. Only FP32
 sums round; they do so the same way whatever the number of threads.
@@ -23,26 +22,37 @@ LEAST_PARALLEL = 1 << 20  # multiplications; one thread does as many in some 20 
 _FORMATS = {E4M3.dtype: 0, E5M2.dtype: 1}
 
 
-def scaled_mm(
+def _new(
     left: Tensor, right: Tensor, scale_left: Tensor, scale_right: Tensor, bias: Tensor | None, out_dtype: torch.dtype
-) -> Tensor:
+) -> tuple[Tensor]:
+    return (left.new_empty((left.shape[0], right.shape[1]), dtype=out_dtype),)
+
+
+def _scaled_mm(
+    left: Tensor,
+    right: Tensor,
+    scale_left: Tensor,
+    scale_right: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    out: Tensor,
+) -> None:
     if library() is None:
-        return reference.scaled_mm(left, right, scale_left, scale_right, bias, out_dtype)
-    out = torch.empty((left.shape[0], right.shape[1]), dtype=out_dtype)
-    _multiply(left, right, scale_left, scale_right, bias, out, accumulate=False)
-    return out
+        out.copy_(reference.scaled_mm(left, right, scale_left, scale_right, bias, out_dtype))
+    else:
+        _multiply(left, right, scale_left, scale_right, bias, out, accumulate=False)
 
 
 def scaled_mm_add_(
-    out: Tensor, left: Tensor, right: Tensor, scale_left: Tensor, scale_right: Tensor, bias: Tensor | None
-) -> None:
-    """``out``: [M, N], its rows contiguous."""
-    if library() is None:
-        out.add_(reference.scaled_mm(left, right, scale_left, scale_right, bias, torch.float32))
-        return
-    if out.stride(1) != 1 and out.shape[1] > 1:
+    out: Tensor, left: Tensor, right: Tensor, scale_left: Tensor, scale_right: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """``out += scaled_mm(...)``; the rows of ``out`` [M, N] are contiguous."""
+    if out.shape[1] > 1 and out.stride(1) != 1:
         raise ValueError(f"scaled_mm_add_ expects rows that are contiguous, got strides {out.stride()}")
+    if library() is None:
+        return out.add_(reference.scaled_mm(left, right, scale_left, scale_right, bias, torch.float32))
     _multiply(left, right, scale_left, scale_right, bias, out, accumulate=True)
+    return out
 
 
 def _multiply(
@@ -81,14 +91,6 @@ def _lines(scales: int, size: int) -> int:
 scaled_mm_op = define(
     "scaled_mm(Tensor left, Tensor right, Tensor scale_left, Tensor scale_right, Tensor? bias, ScalarType out_dtype)"
     " -> Tensor",
-    scaled_mm,
-    lambda left, right, scale_left, scale_right, bias, out_dtype: left.new_empty(
-        (left.shape[0], right.shape[1]), dtype=out_dtype
-    ),
-)
-scaled_mm_add_op = define(
-    "scaled_mm_add_(Tensor(a!) out, Tensor left, Tensor right, Tensor scale_left, Tensor scale_right, Tensor? bias)"
-    " -> ()",
-    scaled_mm_add_,
-    lambda out, left, right, scale_left, scale_right, bias: None,
+    _new,
+    _scaled_mm,
 )
