@@ -45,7 +45,7 @@ inline void convert(const float* from, int64_t count, void* to, int64_t at) {
   auto* p = static_cast<typename To::type*>(to) + at;
   for (int64_t i = 0; i < count; ++i) p[i] = To::store(from[i]);
 }
-inline void to_fp32(const void* from, int dtype, int64_t at, int64_t count, float* to) {
+[[gnu::noinline]] inline void to_fp32(const void* from, int dtype, int64_t at, int64_t count, float* to) {
   if (dtype == FP32) convert<Float32>(from, at, count, to);
   else if (dtype == BF16) convert<BFloat16>(from, at, count, to);
   else convert<Float16>(from, at, count, to);
@@ -59,7 +59,7 @@ inline void read_x(const Nvfp4Call& call, int64_t row, int64_t k, int64_t count,
 }
 
 // y[row, col...] = sums * scale + bias, rounded to y's dtype.
-inline void write_y(const Nvfp4Call& call, int64_t row, int64_t col, int64_t count, const float* sums) {
+[[gnu::noinline]] inline void write_y(const Nvfp4Call& call, int64_t row, int64_t col, int64_t count, const float* sums) {
   constexpr int64_t MOST = 64;
   float out[MOST], bias[MOST];
   for (int64_t i = 0; i < count; ++i) out[i] = float(sums[i] * call.scale);
@@ -76,7 +76,7 @@ inline void write_y(const Nvfp4Call& call, int64_t row, int64_t col, int64_t cou
 // Where a group's codes and scales lie. The last group, if it has fewer rows, is spread to 16 lanes first.
 class Nvfp4Groups {
  public:
-  explicit Nvfp4Groups(const Nvfp4Call& call)
+  [[gnu::noinline]] explicit Nvfp4Groups(const Nvfp4Call& call)
       : call_(call), whole_(call.n / NVFP4_GROUP), count_((call.n + NVFP4_GROUP - 1) / NVFP4_GROUP) {
     if (whole_ == count_) return;
     const int64_t rows = call.n % NVFP4_GROUP, blocks = call.blocks, size = blocks * (NVFP4_BYTES + NVFP4_GROUP);
