@@ -21,16 +21,22 @@ class Isa:
     needs: frozenset[str]  # as /proc/cpuinfo calls them
     flags: tuple[str, ...]
     chosen: bool = True  # or only where forced
+    wants: frozenset[str] = frozenset()  # used too where the CPU has them
 
 
 _AVX2 = ("avx2", "fma", "f16c", "bmi2")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq")
 _WIDE = ("-mprefer-vector-width=512",)
+_INT8 = ("avx512_vnni", "avx512vbmi")  # products of bytes, tables of bytes: nvfp4.cpp; not all with AVX-512 have them
 
 
 def _isa(name: str, needs: tuple[str, ...], *more: str, chosen: bool = True) -> Isa:
-    flags = tuple("-m" + need.replace("_", "-") if "amx" in need else "-m" + need.replace("_", "") for need in needs)
-    return Isa(name, frozenset(needs), (*flags, *more), chosen)
+    wants = frozenset(_INT8) if "avx512f" in needs else frozenset()
+    return Isa(name, frozenset(needs), (*map(_flag, needs), *more), chosen, wants)
+
+
+def _flag(feature: str) -> str:
+    return "-m" + feature.replace("_", "-" if "amx" in feature else "")
 
 
 # Best first.
@@ -52,10 +58,15 @@ def candidates() -> list[Isa]:
     forced = os.environ.get(VARIABLE)
     if forced is None:
         features = cpu_features()
-        return [isa for isa in ISAS.values() if isa.chosen and isa.needs <= features]
+        return [with_wanted(isa) for isa in ISAS.values() if isa.chosen and isa.needs <= features]
     if forced not in ISAS:
         raise ValueError(f"{VARIABLE}={forced!r} is unknown; expected one of: {', '.join(ISAS)}, or unset it")
-    return [ISAS[forced]]
+    return [with_wanted(ISAS[forced])]
+
+
+def with_wanted(isa: Isa) -> Isa:
+    """The instruction set with what it wants and this CPU has."""
+    return dataclasses.replace(isa, flags=(*isa.flags, *map(_flag, sorted(isa.wants & cpu_features()))))
 
 
 def cpu_features() -> frozenset[str]:

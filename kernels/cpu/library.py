@@ -27,7 +27,12 @@ log = logging.getLogger("fp8_compile")
 FOLDER = pathlib.Path(__file__).parent
 FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-fPIC", "-fno-trapping-math", "-fno-math-errno")
 # Rounding tricks rely on every operation rounding by itself; in a gemm a product and a sum are one instruction.
-SOURCES = {"fp8_cast.cpp": ("-ffp-contract=off",), "scaled_mm.cpp": ("-ffp-contract=fast",)}
+SOURCES = {
+    "fp8_cast.cpp": ("-ffp-contract=off",),
+    "scaled_mm.cpp": ("-ffp-contract=fast",),
+    "nvfp4.cpp": ("-ffp-contract=off",),
+    "nvfp4_prefill.cpp": ("-ffp-contract=fast",),
+}
 
 
 class CompilationError(RuntimeError):
@@ -120,6 +125,10 @@ def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
         *(size, size, size, *operand, *operand),
         *(pointer, pointer, integer, size, integer, integer),
     )
-    for function in (loaded.fp8_amax, loaded.fp8_quantize, loaded.fp8_delayed, loaded.fp8_scaled_mm):
-        function.restype = None
+    loaded.nvfp4_matmul.argtypes = (
+        *(pointer, size, size, size, integer, pointer, pointer, size, size, ctypes.c_float),
+        *(pointer, integer, integer, pointer, integer),
+    )
+    for name in ("fp8_amax", "fp8_quantize", "fp8_delayed", "fp8_scaled_mm", "nvfp4_matmul"):
+        getattr(loaded, name).restype = None
     return loaded

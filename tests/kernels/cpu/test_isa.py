@@ -33,3 +33,11 @@ def test_one_can_be_forced_and_an_unknown_one_is_an_error(monkeypatch) -> None:
 def test_flags_are_the_compilers_names_of_what_is_needed() -> None:
     assert {"-mavx512bf16", "-mamx-tile", "-mamx-bf16"} <= set(isa.ISAS["amx"].flags)
     assert isa.ISAS["portable"].flags == ()
+
+
+def test_what_is_wanted_is_used_where_the_cpu_has_it(monkeypatch) -> None:
+    one = isa.ISAS["avx512"]
+    monkeypatch.setattr(isa, "cpu_features", lambda: one.needs | {"avx512_vnni"})
+    assert set(isa.with_wanted(one).flags) - set(one.flags) == {"-mavx512vnni"}
+    monkeypatch.setattr(isa, "cpu_features", lambda: one.needs)
+    assert isa.with_wanted(one) == one
