@@ -1,9 +1,11 @@
-"""A training step on the CPU: FP8 against Inductor's FP32 and torchao's emulated FP8, in one run.
+"""A training step on the CPU: FP8 against Inductor's FP32 and bf16 and torchao's emulated FP8, in one run.
 
     python benchmarks/train_cpu.py [--layers 4 --width 512 --tokens 1024 --rounds 15 --json]
+    python benchmarks/train_cpu.py --layers 2 --width 1024 --hidden 2816
 
 Steps of all variants take turns, so that a noisy neighbour slows them alike; ratios are of medians. Compile times
-are of a cold cache, after one small compile that pays for what is shared (headers, worker start).
+are of a cold cache, after one small compile that pays for what is shared (headers, worker start). Where the time of a
+step goes, and the most memory that it holds above what was there before, are from a profile of one step.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "examples"))
 from byte_lm import ByteLM  # noqa: E402
 
 SEQUENCE = 256
+GEMMS = ("aten::mm", "aten::addmm", "aten::bmm", "mkldnn::_linear_pointwise", "fp8_compile::scaled_mm")
+QUANTIZES = ("fp8_compile::quantize_delayed", "fp8_compile::cast", "fp8_compile::scales")
 
 
 class Variant:
@@ -51,6 +55,19 @@ class Variant:
         self.loss = self.step()
         self.times.append(time.perf_counter() - start)
 
+    def profile(self) -> dict[str, float]:
+        """Milliseconds of gemms, quantizes and the rest, and the most megabytes held, in one step."""
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            self.step()
+        own = {event.key: event.self_cpu_time_total / 1e3 for event in profile.key_averages()}
+        gemm, quantize = (sum(own.get(name, 0.0) for name in names) for names in (GEMMS, QUANTIZES))
+        held = most = 0
+        for event in profile.profiler.kineto_results.events():
+            if event.name() == "[memory]":
+                held += event.nbytes()
+                most = max(most, held)
+        return {"gemm": gemm, "quantize": quantize, "rest": sum(own.values()) - gemm - quantize, "peak_mb": most / 1e6}
+
     @property
     def milliseconds(self) -> float:
         return 1e3 * statistics.median(self.times)
@@ -60,7 +77,9 @@ def make_variants(
     make_model: Callable[[], nn.Module], batch: tuple[torch.Tensor, ...], recipes: list[str]
 ) -> list[Variant]:
     variants = [Variant("inductor fp32", make_model(), batch)]
+    variants.append(Variant("inductor bf16", make_model().bfloat16(), batch))
     variants.append(Variant("torchao tensorwise, emulated", torchao_emulated(make_model()), batch))
+    variants.append(Variant("fp8 delayed, bf16 model", make_model().bfloat16(), batch, backend="fp8"))
     for recipe in recipes:
         options = {"recipe": recipe}
         variants.append(Variant(f"fp8 {recipe}", make_model(), batch, backend="fp8", options=options))
@@ -107,6 +126,7 @@ def main() -> None:
             "compile_s": round(variant.compile_seconds, 1),
             "compile_ratio": round(variant.compile_seconds / base.compile_seconds, 2),
             "loss": round(variant.loss, 4),
+            **{name: round(number, 1) for name, number in variant.profile().items()},
         }
         for variant in variants
     ]
@@ -115,12 +135,14 @@ def main() -> None:
         return
     size = f"{arguments.layers} layers, d={arguments.width}, {arguments.tokens} tokens"
     print(f"byte LM, {size}, {torch.get_num_threads()} threads")
-    print(f"{'variant':30} {'step ms':>8} {'ratio':>6} {'compile s':>10} {'ratio':>6} {'loss':>8}")
+    print(
+        f"{'variant':30} {'step ms':>8} {'ratio':>6} {'compile s':>10} {'ratio':>6} {'loss':>8}"
+        f" {'gemm ms':>8} {'quantize':>8} {'rest':>7} {'peak MB':>8}"
+    )
     for row in rows:
         print(
-            "{variant:30} {step_ms:8.1f} {step_ratio:6.2f} {compile_s:10.1f} {compile_ratio:6.2f} {loss:8.4f}".format(
-                **row
-            )
+            "{variant:30} {step_ms:8.1f} {step_ratio:6.2f} {compile_s:10.1f} {compile_ratio:6.2f} {loss:8.4f}"
+            " {gemm:8.1f} {quantize:8.1f} {rest:7.1f} {peak_mb:8.1f}".format(**row)
         )
 
 
