@@ -13,6 +13,7 @@ from fp8_compile.kernels.scaled_mm import epilogue, has_tiles, operands
 from .emit import GEMM, NEVER_SAVED, emit, inline, value
 from .find_matmuls import root_of
 from .graph_pass import GraphPass, PassReport
+from .rewrite_matmuls import untransposed
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -35,11 +36,21 @@ class LowerScaledMmForCpu(GraphPass):
         for node in nodes:
             never_saved = bool({root_of(q) for q in node.args[:2]} & read_in_backward)
             tags = NEVER_SAVED if never_saved else {}
+            if never_saved:
+                _never_save_twins(node)
             with graph.inserting_before(node):
                 result = _tiled(graph, node, tags) if _has_tiles(node) else _product(graph, node, tags)
             node.replace_all_uses_with(result)
             graph.erase_node(node)
         return PassReport(len(nodes), "FP8 gemms lowered for the CPU")
+
+
+def _never_save_twins(node: fx.Node) -> None:
+    """Statistics upcast, too: the partitioner merges equal nodes, and the tag of the first one is what counts."""
+    for q in node.args[:2]:
+        for twin in untransposed(q)[0].users:  # type: ignore[arg-type]
+            if twin.target is prims.convert_element_type.default and twin.args[1] is torch.float32:
+                twin.meta.update(NEVER_SAVED)
 
 
 def _product(graph: fx.Graph, node: fx.Node, tags: Mapping[str, Any]) -> fx.Node:
