@@ -25,11 +25,11 @@ from .double_backward import reject_double_backward
 from .fast_paths import open_fast_paths
 from .graph_pool import GraphPool, PoolFull
 from .module_names import ModuleNames, Selection
+from .pass_recorder import PassRecorder
 from .passes.decide import Rules
 from .passes.delay_scales import DelayScales
 from .passes.find_matmuls import Role
 from .passes.pipeline import JointPipeline, SplitPipeline
-from .pass_recorder import PassRecorder
 from .report import Report
 from .report_cache import ReportCache
 from .shared_frames import keep_apart, keep_each_apart

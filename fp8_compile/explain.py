@@ -28,9 +28,9 @@ def explain(
 ) -> Report:
     """The report for ``model(*args, **kwargs)``: one row a matmul of forward and backward. ``str()`` is a table.
 
-    The model runs on fake tensors: no number is computed, nothing is changed; it may be on the meta device. Only where its Python code looks at
-    values (``if x.max() > 0``, data-dependent routing) does a copy that shares its parameters run forward once for
-    real, with the random state put back afterwards.
+    The model runs on fake tensors: no number is computed, nothing is changed; it may be on the meta device. Only where
+    its Python code looks at values (``if x.max() > 0``, data-dependent routing) does a copy that shares its parameters
+    run forward once for real, with the random state put back afterwards.
     """
     module = getattr(model, "_orig_mod", model)
     if not callable(module):

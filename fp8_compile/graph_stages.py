@@ -1,7 +1,8 @@
 """Compiled graphs as columns of plain data: what the report page draws.
 
-A stage is one graph at one moment: ``before`` (as it came), ``rewritten`` (quantizes and FP8 gemms in place), ``lowered``
-(after all passes), ``forward`` and ``backward`` (after the split). In JSON, with every text an index into ``strings``:
+A stage is one graph at one moment: ``before`` (as it came), ``rewritten`` (quantizes and FP8 gemms in place),
+``lowered`` (after all passes), ``forward`` and ``backward`` (after the split). In JSON, with every text an index into
+``strings``:
 
     {"strings": ["", "mm", "bf16", ...],
      "stages": [{"id": "before", "title": "...", "name": [1, ...], "kind": [...], ..., "bytes": [8192, ...],

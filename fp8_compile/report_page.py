@@ -127,7 +127,7 @@ def _buckets(moments: Sequence[Any], most: int) -> list[Sequence[Any]]:
 
 
 def _joined(how: str, values: Sequence[Any]) -> Any:
-    """Several moments as one, so that the worst is still seen: what is not finite, else the largest, sum, least, last."""
+    """Several moments as one, so that the worst is still seen: Inf and NaN, else the largest, sum, least, last."""
     known = [value for value in values if value is not None]
     bad = [value for value in known if isinstance(value, str)]
     if not known:

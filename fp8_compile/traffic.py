@@ -17,7 +17,7 @@ from .graph_stages import Stage
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """Bytes of one pass over the graph. After the rewrite the truth lies between ``after_fused`` and ``after_apart``."""
+    """Bytes of one pass over the graph. After the rewrite it lies between ``after_fused`` and ``after_apart``."""
 
     gemms_before: int
     gemms_after: int

@@ -53,15 +53,13 @@ def _tried(check: Callable[[], Check]) -> Check:
 
 
 def python() -> Check:
-    found = f"{platform.python_version()} ({sys.executable})"
-    if sys.version_info < (3, 11):
-        return Check("Python", "bad", found, "use Python 3.11 or newer")
-    return Check("Python", "ok", found)
+    return Check("Python", "ok", f"{platform.python_version()} ({sys.executable})")
 
 
 def pytorch() -> Check:
     if not torch.__version__.startswith(TORCH):
-        return Check("torch", "bad", torch.__version__, f"pip install 'torch=={TORCH}*': the passes rely on its internals")
+        remedy = f"pip install 'torch=={TORCH}*': the passes rely on its internals"
+        return Check("torch", "bad", torch.__version__, remedy)
     return Check("torch", "ok", torch.__version__)
 
 
@@ -172,7 +170,8 @@ def gpu() -> Check:
     from fp8_compile.target import Target
 
     if not torch.cuda.is_available():
-        return Check("GPU", "note", "none", "the CPU is used; options={'target': 'cuda:90'} still shows a GPU's decisions")
+        remedy = "the CPU is used; options={'target': 'cuda:90'} still shows a GPU's decisions"
+        return Check("GPU", "note", "none", remedy)
     name = torch.cuda.get_device_name(0)
     try:
         target = Target.of_device(torch.device("cuda", 0))

@@ -47,13 +47,14 @@ def load_factory(spec: str) -> Call:
 
 
 def _call(spec: str, made: Any) -> Call:
-    model, args, kwargs = (*made, (), {})[:3] if isinstance(made, tuple) and made else (made, (), {})
-    if isinstance(made, tuple) and len(made) == 2:
-        kwargs = {}
+    parts = made if isinstance(made, tuple) and made else (made,)
+    model, args, kwargs = (*parts, *((), {})[len(parts) - 1 :])[:3]
     if not callable(model):
-        raise TypeError(f"{spec}() returned {type(model).__name__}; expected a model, (model, args) or (model, args, kwargs)")
+        got = type(model).__name__
+        raise TypeError(f"{spec}() returned {got}; expected a model, (model, args) or (model, args, kwargs)")
     if not isinstance(kwargs, dict):
-        raise TypeError(f"{spec}() returned {type(kwargs).__name__} in third place; expected a dict of keyword arguments")
+        got = type(kwargs).__name__
+        raise TypeError(f"{spec}() returned {got} in third place; expected a dict of keyword arguments")
     return model, args if isinstance(args, (tuple, list)) else (args,), kwargs
 
 

@@ -1,7 +1,7 @@
 """What this machine can do for FP8, with a remedy for what it can't.
 
-Every line is tried out: kernels are built and compared, a bf16 matmul runs, caches are written to. Exit code 0: nothing is
-red. With --compile a small layer is compiled and trained as well, which takes some twenty seconds.
+Every line is tried out: kernels are built and compared, a bf16 matmul runs, caches are written to. Exit code 0:
+nothing is red. With --compile a small layer is compiled and trained as well, which takes some twenty seconds.
 """
 
 from __future__ import annotations

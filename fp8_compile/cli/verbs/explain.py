@@ -1,11 +1,11 @@
 """What the backend would do to a model: every matmul, rewritten or skipped and why. Nothing is trained or compiled.
 
-    fp8-compile explain train:make_model                     a function in train.py that returns the model and its inputs
+    fp8-compile explain train:make_model                     a function in train.py: returns the model and its inputs
     fp8-compile explain train:make_model --input int64[2,128] --recipe rowwise
     fp8-compile explain ./Llama-3.2-1B --tokens 256          a Hugging Face folder; its weights are not read
     fp8-compile explain train:make_model --target cuda:90 --dump folder && fp8-compile view folder
 
-MODULE:FACTORY is imported from the current folder. FACTORY() returns a model, or (model, args), or (model, args, kwargs);
+MODULE:FACTORY is imported from the current folder. FACTORY() returns a model, (model, args), or (model, args, kwargs);
 it may also be a model itself.
 """
 
@@ -25,7 +25,7 @@ HELP = "report on a model without training it"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODULE:FACTORY | FOLDER", help="where the model comes from")
     parser.add_argument(
-        "--input", action="append", default=[], metavar="DTYPE[SIZES]", help="an argument, e.g. float32[8,64]; repeat it"
+        "--input", action="append", default=[], metavar="DTYPE[SIZES]", help="an argument: float32[8,64]; repeat it"
     )
     parser.add_argument("--batch", type=int, default=1, help="of a Hugging Face model's input (default 1)")
     parser.add_argument("--tokens", type=int, default=128, help="of a Hugging Face model's input (default 128)")
