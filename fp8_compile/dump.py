@@ -102,7 +102,7 @@ class GraphDump:
         if self._stopped:
             return
         if phase in WHOLE_GRAPHS and pass_name in REWRITES and "lowered" not in self._stages:
-            self._capture("rewritten", "Rewritten: quantizes and FP8 gemms", graph)
+            self._capture("rewritten", "Rewritten", graph)
         if not changed:
             return
         before = self._latest[phase]
@@ -118,7 +118,7 @@ class GraphDump:
             return
         self._draw(phase, graph)
         if phase in WHOLE_GRAPHS and "lowered" not in self._stages:
-            self._capture("lowered", "Lowered: after all passes", graph)
+            self._capture("lowered", "Lowered for the target", graph)
         elif phase not in WHOLE_GRAPHS:
             self._capture(phase, f"{phase.capitalize()}, as compiled", graph)
         if phase == "forward":

@@ -1,5 +1,6 @@
 // One side of the graph: a canvas that draws only what is in view, and a strip beside it that shows the whole.
 
+const LONG_EDGE = 8 * (NODE.height + NODE.gapY);
 const GUTTER = 26, STRIP = 18, SMALLEST_ZOOM = 0.02, LARGEST_ZOOM = 2.5;
 
 class Pane {
@@ -201,15 +202,16 @@ class Pane {
     const chosen = CHOSEN.row ? CHOSEN.row.node : null;
     const far = zoom < 0.2;
     context.lineWidth = Math.max(1.1, 0.7 / zoom);
-    for (const strong of [false, true]) {
-      context.strokeStyle = strong ? look.accent : look.edge;
-      context.globalAlpha = strong ? 1 : far ? 0.35 : 0.8;
+    // What forward keeps for backward runs past everything between: faint, or it would hide what is near.
+    for (const style of ["long", "near", "chosen"]) {
+      context.strokeStyle = style === "chosen" ? look.accent : look.edge;
+      context.globalAlpha = style === "chosen" ? 1 : style === "long" ? 0.28 : far ? 0.35 : 0.85;
       context.beginPath();
       for (const [from, to] of this.layout.edges) {
         const y0 = this.layout.y[from] + NODE.height, y1 = this.layout.y[to];
         if (Math.max(y0, y1) < top || Math.min(y0, y1) > bottom) continue;
         const touches = chosen !== null && (this.isChosen(from, chosen) || this.isChosen(to, chosen));
-        if (touches !== strong) continue;
+        if (style !== (touches ? "chosen" : y1 - y0 > LONG_EDGE ? "long" : "near")) continue;
         const x0 = this.layout.x[from] + NODE.width / 2, x1 = this.layout.x[to] + NODE.width / 2;
         context.moveTo(x0, y0);
         if (far) context.lineTo(x1, y1);

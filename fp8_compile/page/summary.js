@@ -50,7 +50,7 @@ function savedCard() {
   return card("Kept for backward",
     element("p", { class: "big" }, formatBytes(saved.all)),
     element("div", { class: "bar" }, saved.fp8 ? element("span", { class: "part rewritten", style: `flex-grow:${saved.fp8}` }) : null, element("span", { class: "part skipped", style: `flex-grow:${Math.max(0, saved.all - saved.fp8)}` })),
-    element("p", { class: "note" }, less > 0 ? `${formatBytes(less)} saved: ${formatBytes(saved.fp8)} of it are FP8 tensors that took ${formatBytes(saved.fp8_before)} in their own dtype.` : "No FP8 tensor is among them."));
+    element("p", { class: "note" }, less > 0 ? `${formatBytes(less)} saved: ${formatBytes(saved.fp8)} of it are FP8 tensors that took ${formatBytes(saved.fp8_before)} in their own dtype.` : "No FP8 tensor is among them: FP8 operands are made again from what is kept anyway."));
 }
 
 function troubleCard() {

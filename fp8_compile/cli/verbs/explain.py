@@ -14,6 +14,9 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import logging
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -56,16 +59,27 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(
             f"{options.model} gives a model but no inputs; return (model, args) from it, or give --input DTYPE[SIZES]"
         )
+    if not options.traceback:  # torch logs the traceback of an operation that fails, before we can say what is wrong
+        logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     try:
         report = fp8_compile.explain(model, args=args, kwargs=kwargs, config=config)
     except RuntimeError as error:  # what Dynamo makes of an error in the model's own code
-        line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise ValueError(f"{options.model} does not run with these inputs: {line} (--traceback shows where)") from error
+        said = innermost(str(error)) or type(error).__name__
+        raise ValueError(f"{options.model} does not run with these inputs: {said} (--traceback shows where)") from error
     if options.json:
         print(json.dumps(report.to_dict(), indent=2))
     else:
         say(str(report))
+        if options.dump:
+            say(f"\nto look at it: fp8-compile view {shlex.quote(options.dump)}")
     return 0
+
+
+def innermost(message: str) -> str:
+    """What went wrong, out of pages of where: ``RuntimeError('a and b must have ...')``, else the first line."""
+    quoted = re.search(r"\w*(?:Error|Exception)\(.*\)", message)
+    first = next((line.strip() for line in message.splitlines() if line.strip()), "")
+    return quoted[0] if quoted else first
 
 
 def config_fields(options: argparse.Namespace) -> dict[str, Any]:

@@ -40,7 +40,8 @@ def run(options: argparse.Namespace) -> int:
         progress=not options.quiet,
     )
     before, after = (sum(file.stat().st_size for file in _weights(path)) for path in (options.source, options.target))
-    say(f"packed {len(packed)} layers: {before / 1e6:,.1f} MB -> {after / 1e6:,.1f} MB in {options.target}")
+    layers = f"{len(packed)} layer{'s'[: len(packed) != 1]}"
+    say(f"packed {layers}: {before / 1e6:,.1f} MB -> {after / 1e6:,.1f} MB in {options.target}")
     return 0
 
 
