@@ -7,8 +7,9 @@ The first line names the tensors, each further one is a moment (null: not part o
      "overflow": [0, ...], "underflow": [7, ...], "sqnr": [31.5, ...]}
 
 ``amax`` is of the newest pass and ``scale`` the one that it used (0: none yet, its own amax was taken; where somebody
-called ``stats()`` or ``state_dict()`` in between, the next one). The counts are those since the line before. Long runs are thinned out, every second pass, then every fourth and so on, and no count is
-lost by that. Only tensors are read, nothing of the state changes; a GPU is waited for.
+called ``stats()`` or ``state_dict()`` in between, the next one). The counts are those since the line before. Long runs
+are thinned out, every second pass, then every fourth and so on, and no count is lost by that. Only tensors are read,
+nothing of the state changes; a GPU is waited for.
 """
 
 from __future__ import annotations

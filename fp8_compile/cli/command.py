@@ -27,7 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; the exit code."""
     prepare()
     parser = make_parser()
-    options = parser.parse_args(arguments)
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    options = parser.parse_args(arguments, argparse.Namespace(arguments=arguments))
     try:
         code = options.run(options)
         sys.stdout.flush()

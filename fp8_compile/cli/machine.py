@@ -156,14 +156,13 @@ def cpu_kernels() -> Check:
 def cache() -> Check:
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-    folder = pathlib.Path(cache_dir())
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = cache_dir()  # makes it
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
         return Check("cache folder", "bad", str(error), "set TORCHINDUCTOR_CACHE_DIR to a folder that can be written")
-    return Check("cache folder", "ok", str(folder))
+    return Check("cache folder", "ok", folder)
 
 
 def gpu() -> Check:

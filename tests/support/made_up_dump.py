@@ -36,6 +36,21 @@ class StageBuilder:
         return len(self.stage) - 1
 
 
+def two_products() -> tuple[StageBuilder, StageBuilder]:
+    """y = x @ w, z = x @ v in bf16; after: x quantized once for both."""
+    before, after = StageBuilder("before", ""), StageBuilder("rewritten", "")
+    for builder in (before, after):
+        for name in "xwv":
+            builder.add(name, "input")
+    before.add("y", "matmul", (0, 1))
+    before.add("z", "matmul", (0, 2))
+    x, w, v = (after.add(f"q{name}", "quantize", (of,), slot=f"{name}#0", site="y") for of, name in enumerate("xwv"))
+    turned = after.add("view", "view", (w,), site="y")
+    after.add("y_fp8", "fp8_matmul", (x, turned), site="y")
+    after.add("z_fp8", "fp8_matmul", (x, v), site="z")
+    return before, after
+
+
 def write_dump(folder: Path, modules: list[str], *, per_gemm: int = 4, passes: int = 0) -> Path:
     """A chain of layers, each a product and ``per_gemm`` further nodes; every third one is skipped."""
     folder.mkdir(parents=True)

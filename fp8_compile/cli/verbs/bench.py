@@ -31,14 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    names, own = options.names, []
+    names, own = options.names, list[str]()
     scripts = find(checkout() / "benchmarks")
-    unknown = [name for name in names if name not in scripts and not name.startswith("-")]
-    if "--" in sys.argv:  # argparse drops it, and takes what follows for names
-        own = sys.argv[sys.argv.index("--") + 1 :]
+    if "--" in options.arguments:  # argparse drops it, and takes what follows for names
+        own = options.arguments[options.arguments.index("--") + 1 :]
         names = names[: len(names) - len(own)]
-        unknown = [name for name in names if name not in scripts]
-    if unknown:
+    if unknown := [name for name in names if name not in scripts]:
         raise ValueError(f"no benchmark is called {', '.join(unknown)}; expected some of: {', '.join(scripts)}")
     if options.list:
         for name, script in scripts.items():
