@@ -100,7 +100,13 @@ def read_passes(path: Path) -> dict[str, Any] | None:
             raise ValueError(f"{path}, line {number + 1} is not JSON: {error}") from error
     if len(moments) < 2:
         return None
-    head, *moments = moments
+    try:
+        return _columns(*moments)
+    except (KeyError, IndexError, TypeError) as error:
+        raise ValueError(f"{path} is no record of passes: {type(error).__name__} {error}. Delete it") from error
+
+
+def _columns(head: dict[str, Any], *moments: dict[str, Any]) -> dict[str, Any]:
     most = min(MOST_MOMENTS, max(FEWEST_MOMENTS, MOST_POINTS // max(1, len(head["slots"]))))
     buckets = list(_buckets(moments, most))
     by_step = all(moment["step"] is not None for moment in moments)

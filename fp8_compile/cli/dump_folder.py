@@ -28,6 +28,7 @@ def read_reports(path: Path) -> list[dict[str, Any]]:
     files = [path] if path.is_file() else [folder / "report.json" for folder in graph_folders(path)]
     reports = [read_json(file) for file in files]
     for file, report in zip(files, reports):
-        if not isinstance(report.get("rows"), list):
+        rows = report.get("rows")
+        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
             raise ValueError(f"{file} has no rows; expected a report.json of fp8_compile")
     return reports

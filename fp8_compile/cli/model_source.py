@@ -28,6 +28,9 @@ def load_factory(spec: str) -> Call:
     sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(module_name)
+    except SystemExit as error:
+        remedy = "put what it does as a script under if __name__ == '__main__'"
+        raise ValueError(f"importing {module_name!r} ended the program; {remedy}") from error
     except Exception as error:  # whatever the user's module does when imported
         raise ValueError(f"cannot import {module_name!r} from {os.getcwd()}: {_said(error)}") from error
     factory = module

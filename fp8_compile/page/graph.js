@@ -13,7 +13,7 @@ class Pane {
     const bar = element("div", { class: "pane-bar" }, this.select, this.count,
       button("−", "Zoom out", () => this.zoomBy(1 / 1.4)), button("+", "Zoom in", () => this.zoomBy(1.4)),
       button("⤢", "Fit the width", () => this.fit()));
-    this.canvas = element("canvas", { tabindex: 0, role: "img" });
+    this.canvas = element("canvas", { tabindex: 0, role: "application" });
     this.box = element("div", { class: "pane-canvas" }, this.canvas);
     host.append(bar, this.box);
     this.layouts = new Map();

@@ -60,6 +60,9 @@ def test_a_line_cut_off_by_a_crash_is_left_out_and_one_broken_inside_is_an_error
     path.write_text(whole.replace('"amax"', "amax", 1))
     with pytest.raises(ValueError, match=r"passes.jsonl, line 2 is not JSON"):
         read_passes(path)
+    path.write_text(whole.replace('"scale"', '"scales"', 1))
+    with pytest.raises(ValueError, match=r"passes.jsonl is no record of passes: KeyError 'scale'"):
+        read_passes(path)
 
 
 def test_steps_label_the_axis_where_every_moment_has_one(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ LLAMA = {
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "models_of_mine.py").write_text(SOURCE)
+    (tmp_path / "ends_itself.py").write_text("raise SystemExit(0)")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield tmp_path
@@ -57,6 +58,7 @@ def test_a_factory_gives_a_model_alone_or_with_its_inputs(here: Path) -> None:
         ("models_of_mine", ValueError, "neither a folder nor MODULE:FACTORY"),
         ("models_of_mine.py:model", ValueError, "expected a module: models_of_mine:model"),
         ("not_there:make", ValueError, "cannot import 'not_there' from .*ModuleNotFoundError"),
+        ("ends_itself:make", ValueError, "importing 'ends_itself' ended the program; put what it does"),
         ("models_of_mine:nothing", ValueError, "it has: model, with_args, with_kwargs, broken, wrong"),
         ("models_of_mine:broken", ValueError, r"broken\(\) failed: KeyError: 'x'"),
         ("models_of_mine:wrong", TypeError, "returned int; expected a model"),
