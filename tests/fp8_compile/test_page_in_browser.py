@@ -34,6 +34,8 @@ LAYERS_OF_5000_NODES = 1000
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
+    from selenium.common.exceptions import SessionNotCreatedException
+
     options = webdriver.ChromeOptions()
     options.binary_location = CHROMIUM
     flags = ("--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=1440,1000", "--disable-dev-shm-usage")
@@ -43,7 +45,10 @@ def browser() -> Iterator[Any]:
         for flag in (*flags, *quiet, f"--user-data-dir={profile}"):
             options.add_argument(flag)
         options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-        driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+        try:
+            driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+        except SessionNotCreatedException:  # a machine so busy that Chromium took more than a minute: once more
+            driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
         yield driver
         driver.quit()
 
