@@ -203,9 +203,10 @@ class Pane {
     const far = zoom < 0.2;
     context.lineWidth = Math.max(1.1, 0.7 / zoom);
     // What forward keeps for backward runs past everything between: faint, or it would hide what is near.
+    const faint = Math.max(0.07, Math.min(0.28, 300 / this.layout.edges.length));
     for (const style of ["long", "near", "chosen"]) {
       context.strokeStyle = style === "chosen" ? look.accent : look.edge;
-      context.globalAlpha = style === "chosen" ? 1 : style === "long" ? 0.28 : far ? 0.35 : 0.85;
+      context.globalAlpha = style === "chosen" ? 1 : style === "long" ? faint : far ? 0.35 : 0.85;
       context.beginPath();
       for (const [from, to] of this.layout.edges) {
         const y0 = this.layout.y[from] + NODE.height, y1 = this.layout.y[to];
