@@ -74,6 +74,7 @@ def main() -> None:
     print(f"\nThe graph before and after each pass: {newest.resolve()}, for example")
     for path in sorted(newest.glob("joint*.diff")):
         print(f"  {path.name}")
+    print(f"\nAll of it to look at: {newest.resolve() / 'report.html'}")
 
 
 def parse_arguments() -> argparse.Namespace:

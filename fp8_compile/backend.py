@@ -25,6 +25,7 @@ from .double_backward import reject_double_backward
 from .fast_paths import open_fast_paths
 from .graph_pool import GraphPool, PoolFull
 from .module_names import ModuleNames, Selection
+from .pass_recorder import PassRecorder
 from .passes.decide import Rules
 from .passes.delay_scales import DelayScales
 from .passes.find_matmuls import Role
@@ -118,7 +119,7 @@ def compile_graph(
     )
     while True:
         try:
-            return graph.compile(inner_compile, _new_dump(folder) if folder else None)
+            return graph.compile(inner_compile, _new_dump(folder, names) if folder else None)
         except PoolFull as full:
             graph.pool.make_room(full.direction, full.needed)  # type: ignore[union-attr]
 
@@ -162,7 +163,8 @@ class _Graph:
         if pool and pool.places:
             if not looks_first:
                 compiled = delayed_state.LookFirst(compiled, self._compile_looking(), pool)
-            compiled = delayed_state.CountOnce(compiled, pool)
+            recorder = PassRecorder(dump.path, pool) if dump and dump.trains and config.stats else None
+            compiled = delayed_state.CountOnce(compiled, pool, recorder)
         return compiled, report
 
     def _compile_looking(self) -> Callable[..., Any]:
@@ -210,10 +212,10 @@ def make_rules(config: Config, target: Target, selection: Selection) -> Rules:
     )
 
 
-def _new_dump(folder: str) -> GraphDump:
+def _new_dump(folder: str, names: ModuleNames) -> GraphDump:
     from .dump import GraphDump  # networkx takes a quarter of a second to import
 
-    return GraphDump.create(folder)
+    return GraphDump.create(folder, names)
 
 
 def _device(example_inputs: Sequence[Any]) -> torch.device:

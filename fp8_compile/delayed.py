@@ -21,6 +21,7 @@ from fp8_compile.kernels.delayed_scaling import ABSENT
 from .config import Config
 from .graph_pool import GraphPool
 from .module_names import ModuleNames
+from .pass_recorder import PassRecorder
 from .passes.decide import Rules
 from .passes.delay_scales import UpdateRule
 from .passes.slot import BACKWARD, FIELDS, FORWARD, STATS
@@ -96,14 +97,18 @@ class CountOnce:
     when the next pass begins: hidden for a moment, it makes the second run the same as the first, bit for bit.
     (A reentrant checkpoint's first run is without gradients and records nothing. Its recomputation, without hooks,
     is the one that counts.)
+
+    ``recorder`` is told when a pass begins.
     """
 
-    def __init__(self, compiled: Callable[..., Any], pool: GraphPool) -> None:
-        self.compiled = compiled
+    def __init__(self, compiled: Callable[..., Any], pool: GraphPool, recorder: PassRecorder | None = None) -> None:
+        self.compiled, self.recorder = compiled, recorder
         self.pages = [pool.state.pages[index] for index in {place.page for place in pool.places.values()}]
 
     def __call__(self, *args: Any) -> Any:
         if not _is_recomputation():
+            if self.recorder is not None:
+                self.recorder.begin_pass()
             return self.compiled(*args)
         kept = [(page.amaxes.clone(), page.stats.clone()) for page in self.pages]
         for page in self.pages:

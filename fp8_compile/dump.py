@@ -12,17 +12,23 @@ import re
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import fx
 
+from .graph_stages import Stage, capture, encode, mark_sites, saved_for_backward, slots_by_site
+from .passes.find_matmuls import Names
 from .precision_graph import write_dot, write_graphml
+from .report_page import write_page
+from .traffic import estimate
 
 if TYPE_CHECKING:
     from .report import Report
 
 logger = logging.getLogger("fp8_compile")
 
+WHOLE_GRAPHS = ("joint", "inference")  # phases before the graph is split
+REWRITES = ("RewriteMatmuls", "ShareQuantizes")  # after the last of these a graph shows best what was rewritten
 LONGEST_PASS_NAME = 80  # a file name may have 255 bytes
 
 
@@ -42,20 +48,27 @@ class GraphDump:
                   joint.01_rewrite_matmuls.diff  and what that pass changed
                   joint.before.graphml  .dot     see precision_graph.py
                   joint.graphml  joint.dot       the same after all passes
-                  report.json  report.txt
+                  report.json  report.txt        every matmul and what became of it
+                  graphs.json                    the graphs of report.html, see graph_stages.py
+                  passes.jsonl                   amaxes and scales over time, see pass_recorder.py
+                  report.html                    all of it to look at
 
     A file is there as a whole or not at all. When the disk fails in the middle of a run, one warning is logged and
     the dump does nothing from then on: training goes on.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, names: Names | None = None) -> None:
+        self.path, self._names = path, names
         self._latest: dict[str, _Step] = {}
+        self._stages: dict[str, Stage] = {}
+        self._saved: dict[str, int] | None = None
+        self._report: Report | None = None
         self._stopped = False
 
     @classmethod
-    def create(cls, folder: str | os.PathLike[str]) -> GraphDump:
-        """Take the next free ``folder/graph_NNN``; ``folder`` is made where it does not exist."""
+    def create(cls, folder: str | os.PathLike[str], names: Names | None = None) -> GraphDump:
+        """Take the next free ``folder/graph_NNN``; ``folder`` is made where it does not exist. ``names`` knows
+        which module wrote a node."""
         # Absolute: a script that changes directory between two compiles still gets one folder.
         root = Path(os.path.abspath(os.path.expanduser(folder)))
         try:
@@ -65,7 +78,7 @@ class GraphDump:
                 # mkdir either makes the folder or fails, so two processes never get the same one.
                 with contextlib.suppress(FileExistsError):
                     path.mkdir()
-                    return cls(path)
+                    return cls(path, names)
         except (OSError, ValueError) as error:  # ValueError: a null byte in the path
             raise ValueError(
                 f"cannot write dumps to {str(root)!r}: {error}. Give a folder that can be written "
@@ -81,10 +94,16 @@ class GraphDump:
         self._latest[phase] = step
         self._write(step.file, step.text)
         self._draw(f"{phase}.before", graph)
+        if phase in WHOLE_GRAPHS and "before" not in self._stages:  # a subgraph comes after the graph that holds it
+            self._capture("before", "As it came", graph)
 
     def ran(self, phase: str, pass_name: str, graph: fx.Graph, changed: bool) -> None:
         """Write the graph after a pass that changed it, and the difference; :meth:`started` has come before."""
-        if self._stopped or not changed:
+        if self._stopped:
+            return
+        if phase in WHOLE_GRAPHS and pass_name in REWRITES and "lowered" not in self._stages:
+            self._capture("rewritten", "Rewritten", graph)
+        if not changed:
             return
         before = self._latest[phase]
         stem = f"{phase}.{before.number + 1:02d}_{_snake_case(pass_name)}"
@@ -95,12 +114,51 @@ class GraphDump:
 
     def finished(self, phase: str, graph: fx.Graph) -> None:
         """Draw the graph after all passes."""
-        if not self._stopped:
-            self._draw(phase, graph)
+        if self._stopped:
+            return
+        self._draw(phase, graph)
+        if phase in WHOLE_GRAPHS and "lowered" not in self._stages:
+            self._capture("lowered", "Lowered for the target", graph)
+        elif phase not in WHOLE_GRAPHS:
+            self._capture(phase, f"{phase.capitalize()}, as compiled", graph)
+        if phase == "forward":
+            self._saved = saved_for_backward(graph)
+        if self._report is not None:  # a backward that is compiled when it first runs
+            self.write_report(self._report)
+
+    @property
+    def trains(self) -> bool:
+        """Whether the graph has a backward."""
+        return "joint" in self._latest
 
     def write_report(self, report: Report) -> None:
-        self._write("report.json", json.dumps(report.to_dict(), indent=2) + "\n")
+        """Write the report and the page; again, where a graph comes later."""
+        self._report = report
+        data = {**report.to_dict(), **self._figures(report)}
+        self._write("report.json", json.dumps(data, indent=2) + "\n")
         self._write("report.txt", f"{report}\n")
+        self._write("graphs.json", json.dumps(encode(list(self._stages.values())), separators=(",", ":")) + "\n")
+        if not self._stopped:
+            self._save("report.html", lambda path: write_page(self.path, path))
+
+    def _figures(self, report: Report) -> dict[str, Any]:
+        """What the page shows beside the rows."""
+        sites = {row.node for row in report.rewritten}
+        for stage in self._stages.values():
+            mark_sites(stage, {row.node: row.gemm for row in report.rows}, sites)
+        before, rewritten = self._stages.get("before"), self._stages.get("rewritten")
+        if before is None or rewritten is None:
+            return {"traffic": None, "saved_for_backward": self._saved, "slots": {}}
+        # A subgraph's matmuls are in the report, but their nodes are not in this graph.
+        traffic = estimate(before, rewritten, sites & set(before.by_name))
+        return {
+            "traffic": traffic.to_dict(),
+            "saved_for_backward": self._saved,
+            "slots": slots_by_site(rewritten),
+        }
+
+    def _capture(self, id: str, title: str, graph: fx.Graph) -> None:
+        self._stages[id] = capture(graph, id, title, self._names)
 
     def _draw(self, stem: str, graph: fx.Graph) -> None:
         self._save(f"{stem}.graphml", lambda path: write_graphml(graph, path))

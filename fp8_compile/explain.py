@@ -28,9 +28,9 @@ def explain(
 ) -> Report:
     """The report for ``model(*args, **kwargs)``: one row a matmul of forward and backward. ``str()`` is a table.
 
-    The model runs on fake tensors: no number is computed, nothing is changed. Only where its Python code looks at
-    values (``if x.max() > 0``, data-dependent routing) does a copy that shares its parameters run forward once for
-    real, with the random state put back afterwards.
+    The model runs on fake tensors: no number is computed, nothing is changed; it may be on the meta device. Only where
+    its Python code looks at values (``if x.max() > 0``, data-dependent routing) does a copy that shares its parameters
+    run forward once for real, with the random state put back afterwards.
     """
     module = getattr(model, "_orig_mod", model)
     if not callable(module):
@@ -48,10 +48,21 @@ def explain(
 
 def _trace_on_fakes(module: Any, args: Sequence[Any], kwargs: dict[str, Any], config: Config) -> list[Report]:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    copies = {id(tensor): mode.from_tensor(tensor) for tensor in _tensors(module, args, kwargs)}
+    copies = {id(tensor): _fake(mode, tensor) for tensor in _tensors(module, args, kwargs)}
     twin, args, kwargs = copy.deepcopy((module, args, kwargs), copies)
     with mode:
         return _trace(twin, args, kwargs, config)
+
+
+def _fake(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
+    """A stand-in without data. A tensor on the meta device says nothing of where the model will run: on the CPU."""
+    if tensor.device.type != "meta":
+        return mode.from_tensor(tensor)
+    with mode:
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(made, tensor.requires_grad)
+    return made.requires_grad_(tensor.requires_grad)
 
 
 def _trace_for_real(module: Any, args: Sequence[Any], kwargs: dict[str, Any], config: Config) -> list[Report]:

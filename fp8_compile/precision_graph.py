@@ -21,7 +21,7 @@ NAMESPACE = "fp8_compile"
 MATMULS = frozenset(
     "mm addmm bmm baddbmm addbmm mv addmv dot matmul linear einsum _addmm_activation _int_mm _grouped_mm".split()
 )
-FP8_MATMULS = frozenset("_scaled_mm _scaled_mm_v2 _scaled_grouped_mm _scaled_grouped_mm_v2".split())
+FP8_MATMULS = frozenset("_scaled_mm _scaled_mm_v2 _scaled_grouped_mm _scaled_grouped_mm_v2 scaled_product".split())
 CASTS = frozenset("convert_element_type _to_copy to".split())
 # Views whose schema does not say so; the others are known by ``OpOverload.is_view``.
 VIEWS = frozenset("getitem _unsafe_view view reshape permute transpose t expand squeeze unsqueeze flatten".split())
@@ -57,10 +57,10 @@ def to_networkx(graph: fx.Graph) -> nx.DiGraph:
     """
     result = nx.DiGraph()
     for node in graph.nodes:
-        name, producers = _printable(node.name), [_printable(producer.name) for producer in node.all_input_nodes]
+        name, producers = printable(node.name), [printable(producer.name) for producer in node.all_input_nodes]
         # Uses come after definitions, so the producers are there already.
-        phase = _phase(node, {result.nodes[producer]["phase"] for producer in producers})
-        result.add_node(name, **_attributes(node), phase=phase)
+        phase = phase_of(node, {result.nodes[producer]["phase"] for producer in producers})
+        result.add_node(name, **attributes(node), phase=phase)
         result.add_edges_from((producer, name) for producer in producers)
     return result
 
@@ -84,18 +84,19 @@ def write_dot(graph: fx.Graph, path: str | os.PathLike[str]) -> None:
     Path(path).write_text("\n".join([*lines, "}", ""]), encoding="utf-8")
 
 
-def _attributes(node: fx.Node) -> dict[str, str | int]:
-    tensors = _tensors(node)
+def attributes(node: fx.Node) -> dict[str, str | int]:
+    """All of the above but the phase."""
+    tensors = tensors_of(node)
     return {
-        "label": _printable(node.name),
+        "label": printable(node.name),
         "op": node.op,
-        "target": _printable(_target_name(node.target)),
+        "target": printable(_target_name(node.target)),
         "kind": _kind(node),
         "precision": ", ".join(_precision(tensor.dtype) for tensor in tensors) or "-",
         "shape": ", ".join(f"[{', '.join(map(str, tensor.shape))}]" for tensor in tensors),
         "bytes": _static_bytes(tensors),
-        "module": _printable(node.meta.get("fp8_module", "")),
-        "gemm": _printable(node.meta.get("fp8_gemm", "")),
+        "module": printable(node.meta.get("fp8_module", "")),
+        "gemm": printable(node.meta.get("fp8_gemm", "")),
     }
 
 
@@ -120,7 +121,7 @@ def _cast_kind(node: fx.Node) -> Kind:
     dtypes = [value for value in (*node.args, *node.kwargs.values()) if isinstance(value, torch.dtype)]
     if dtypes and dtypes[0] in FP8_FORMATS:
         return "quantize"
-    from_fp8 = any(tensor.dtype in FP8_FORMATS for source in node.all_input_nodes for tensor in _tensors(source))
+    from_fp8 = any(tensor.dtype in FP8_FORMATS for source in node.all_input_nodes for tensor in tensors_of(source))
     return "dequantize" if dtypes and from_fp8 else "other"
 
 
@@ -140,7 +141,8 @@ def _target_name(target: Any) -> str:
     return f"{target.__module__}.{name}"
 
 
-def _tensors(node: fx.Node) -> list[torch.Tensor]:
+def tensors_of(node: fx.Node) -> list[torch.Tensor]:
+    """The tensors that a node gives, as the tracer knows them."""
     return [leaf for leaf in pytree.tree_leaves(node.meta.get("val")) if isinstance(leaf, torch.Tensor)]
 
 
@@ -154,7 +156,8 @@ def _static_bytes(tensors: list[torch.Tensor]) -> int:
     return sum(math.prod(tensor.shape) * tensor.element_size() for tensor in tensors)
 
 
-def _phase(node: fx.Node, producers: set[str]) -> str:
+def phase_of(node: fx.Node, producers: set[str]) -> str:
+    """Where a node runs; ``producers``: where its inputs do."""
     tag = node.meta.get("partitioner_tag") or ""  # "is_forward", "must_be_in_backward", ...
     if tag or node.op == "output":
         return next((phase for phase in ("forward", "backward") if tag.endswith(phase)), "")
@@ -166,7 +169,8 @@ def _precision_colour(precision: str) -> str:
     return next((colour for start, colour in PRECISION_COLOURS.items() if precision.startswith(start)), NO_COLOUR)
 
 
-def _printable(text: object) -> str:
+def printable(text: object) -> str:
+    """Text that XML, JSON and a terminal take as it is."""
     return _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), str(text))
 
 

@@ -20,6 +20,7 @@ from fp8_compile.kernels.delayed_scaling import ENTERED, QUANT
 from fp8_compile.passes.slot import Place, Slot
 
 from .module_names import compiled_root, frame_code, modules_read
+from .pass_recorder import PassRecorder
 from .scaling_page import Page
 from .scaling_stats import StatsRow, StatsTable, stats_row
 
@@ -33,6 +34,7 @@ class ScalingState:
         self._model = weakref.ref(model) if model is not None else None
         self.pages: list[Page] = []
         self._waiting: dict[str, dict[str, Tensor]] = {}  # loaded, for slots that no graph has asked for yet
+        self.recorders: list[PassRecorder] = []  # of graphs that are dumped with stats
         self.epoch = 0  # goes up when histories are replaced: whoever believed that they were there looks again
 
     def settle(self) -> None:
@@ -89,6 +91,15 @@ class ScalingState:
         """Count from zero; scales and histories stay."""
         for page in self.pages:
             page.stats.data.zero_()
+
+    def record(self, step: int | None = None) -> None:
+        """Write amaxes, scales and counts of now to the dump folders, for the charts of their pages; ``step`` is what
+        the charts call this moment. Does nothing unless both ``stats`` and ``dump`` are on.
+
+        Without it every pass of a graph is recorded by itself, when the next one begins; from the first call on,
+        only calls are."""
+        for recorder in self.recorders:
+            recorder.record(step)
 
     def without_history(self, places: Iterable[Place]) -> bool:
         """Whether some of the slots have never seen a finite amax above zero. Waits for the device."""

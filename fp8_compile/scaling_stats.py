@@ -61,10 +61,11 @@ def stats_row(slot: str, history: Tensor, entered: Tensor, scale: Tensor, counte
     """A row from the state's tensors; ``counted`` as ``kernels/delayed_scaling.py: count`` gives it."""
     elements, overflow, underflow, signal, noise = counted.tolist()
     amax = float(history[(int(entered) - 1) % len(history)]) if int(entered) else 0.0
-    return StatsRow(slot, int(elements), int(overflow), int(underflow), amax, float(scale), _decibel(signal, noise))
+    return StatsRow(slot, int(elements), int(overflow), int(underflow), amax, float(scale), decibel(signal, noise))
 
 
-def _decibel(signal: float, noise: float) -> float:
+def decibel(signal: float, noise: float) -> float:
+    """Signal to noise; nan where nothing was counted, inf where nothing was lost."""
     if signal == 0:
         return math.nan
     return 10 * math.log10(signal / noise) if noise > 0 else math.inf

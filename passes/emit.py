@@ -31,6 +31,7 @@ INHERITED = (
     "ac_graph_id",
     "fp8_module",
     "fp8_gemm",
+    "fp8_site",
 )
 GEMM = "gemm"  # meta["fp8_kind"] of an FP8 gemm of ours; a model may have its own
 # For what is made for gemms alone, cheap to make again and large: backward makes it anew. What only a forward gemm

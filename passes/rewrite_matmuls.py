@@ -16,7 +16,7 @@ from .emit import GEMM, emit, getitem, inline, value
 from .find_matmuls import Matmul, Names, OtherMatmul, Role, find_matmuls, operands_of
 from .graph_pass import GraphPass, PassReport
 from .relayout_bytes import emit_relayout, made_pointwise
-from .row import REWRITTEN, SKIPPED, Row
+from .row import REWRITTEN, SKIPPED, Row, code_line
 from .slot import Slot, state_of
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -51,7 +51,7 @@ class RewriteMatmuls(GraphPass):
             _check_dtypes(sites)
         rewritten = 0
         for site, decision in zip(sites, decisions):
-            site.node.meta["fp8_module"], site.node.meta["fp8_gemm"] = site.module, site.gemm
+            site.node.meta.update(fp8_module=site.module, fp8_gemm=site.gemm, fp8_site=site.node.name)
             if isinstance(site, Matmul) and isinstance(decision, Rewrite):
                 _Editor(graph, site, decision, rules).replace()
                 rewritten += 1
@@ -243,11 +243,11 @@ def _tile_scales(scale: torch.Tensor, rows_first: bool, is_left: bool) -> torch.
 
 def _row(site: Matmul | OtherMatmul, decision: Rewrite | Skip) -> Row:
     shape = tuple(size if isinstance(size, int) else str(size) for size in site.shape)
+    where = {"node": site.node.name, "code": code_line(site.node)}
     if isinstance(decision, Skip):
         weight = site.weights[0] if isinstance(site, Matmul) and site.weights else ""
-        return Row(site.module, site.gemm, shape, SKIPPED, decision.reason, site.op, weight)
+        return Row(site.module, site.gemm, shape, SKIPPED, decision.reason, site.op, weight, **where)
     assert isinstance(site, Matmul)
     formats = (str(decision.left.format), str(decision.right.format))
-    return Row(
-        site.module, site.gemm, shape, REWRITTEN, decision.reason, site.op, next(iter(site.weights), ""), formats
-    )
+    weight = next(iter(site.weights), "")
+    return Row(site.module, site.gemm, shape, REWRITTEN, decision.reason, site.op, weight, formats, **where)

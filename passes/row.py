@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Literal
+
+from torch import fx
 
 Gemm = Literal["output", "grad_input", "grad_weight"]
 REWRITTEN, SKIPPED = "rewritten", "skipped"
@@ -25,7 +28,18 @@ class Row:
     op: str = "mm"  # the aten op as it was found
     weight: str = ""  # dotted name of the parameter, where one operand is a parameter
     formats: tuple[str, ...] = ()  # e.g. ("e4m3", "e5m2"): left and right operand, where rewritten
+    node: str = ""  # its name in the graph before all passes; what replaces it has this in meta["fp8_site"]
+    code: str = ""  # 'model.py:12 return self.up(x)': the line that wrote it, or the forward it is the gradient of
 
     @property
     def rewritten(self) -> bool:
         return self.decision == REWRITTEN
+
+
+def code_line(node: fx.Node) -> str:
+    """'model.py:12 return self.up(x)', the innermost line of the user's that a node came from; "" if unknown."""
+    frames = re.findall(r'File "([^"\n]*)", line (\d+), in [^\n]*\n([^\n]*)', node.meta.get("stack_trace") or "")
+    if not frames:
+        return ""
+    file, line, text = frames[-1]
+    return f"{file.rpartition('site-packages/')[2]}:{line} {text.strip()}"

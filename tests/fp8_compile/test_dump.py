@@ -99,6 +99,7 @@ def test_one_graph_has_the_files_of_its_whole_story(tmp_path: Path) -> None:
     dump.write_report(report())
     assert dump.path == tmp_path / "graph_000"
     assert files(dump) == [
+        "graphs.json",
         "joint.00_before.py",
         "joint.01_rewrite_matmuls.diff",
         "joint.01_rewrite_matmuls.py",
@@ -108,6 +109,7 @@ def test_one_graph_has_the_files_of_its_whole_story(tmp_path: Path) -> None:
         "joint.before.graphml",
         "joint.dot",
         "joint.graphml",
+        "report.html",
         "report.json",
         "report.txt",
     ]
