@@ -21,6 +21,7 @@ from .fuse_delayed_quantizes import FuseDelayedQuantizes
 from .graph_pass import GraphPass
 from .lower_quantizes import LowerQuantizes
 from .lower_scaled_mm_cpu import LowerScaledMmForCpu
+from .multiply_packed import MultiplyPacked
 from .relayout_bytes import RelayoutBytes
 from .rewrite_matmuls import RewriteMatmuls
 from .row import Row
@@ -87,7 +88,8 @@ class Pipeline(CustomGraphPass):
 
 
 class JointPipeline(Pipeline):
-    """find matmuls, decide, rewrite -> share quantizes -> delay scales -> lower quantizes -> lower for the target."""
+    """multiply packed weights -> find matmuls, decide, rewrite -> share quantizes -> delay scales -> lower quantizes
+    -> lower for the target."""
 
     def __init__(
         self,
@@ -99,16 +101,18 @@ class JointPipeline(Pipeline):
         delay: DelayScales | None = None,
         strict: bool = True,
     ) -> None:
+        self.packed = MultiplyPacked(names)
         self.rewrite = RewriteMatmuls(rules, names, strict=strict)
         self.ran = False
-        passes: list[GraphPass] = [self.rewrite, ShareQuantizes(), *([delay] if delay else []), LowerQuantizes()]
+        delayed = [delay] if delay else []
+        passes: list[GraphPass] = [self.packed, self.rewrite, ShareQuantizes(), *delayed, LowerQuantizes()]
         if rules.target == "cpu":
             passes.append(LowerScaledMmForCpu())
         super().__init__(passes, key, observer)
 
     @property
     def rows(self) -> list[Row]:
-        return self.rewrite.rows
+        return [*self.packed.rows, *self.rewrite.rows]
 
     def __call__(self, graph: fx.Graph) -> None:
         self.ran = True

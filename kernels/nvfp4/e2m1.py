@@ -52,6 +52,12 @@ def values_of(codes: Tensor) -> Tensor:
     return table[codes.to(torch.int32)]
 
 
+def values_of_packed(packed: Tensor) -> Tensor:
+    """FP32 values of packed codes: [..., K/2] -> [..., K], two at a time by the byte."""
+    table = values_of(unpack(torch.arange(256, dtype=torch.uint8, device=packed.device)[:, None]))
+    return table.index_select(0, packed.reshape(-1).to(torch.int32)).view(*packed.shape[:-1], 2 * packed.shape[-1])
+
+
 def pack(codes: Tensor) -> Tensor:
     """Two codes a byte."""
     return codes[..., 0::2] | (codes[..., 1::2] << 4)

@@ -6,7 +6,8 @@
 (Frantar et al., 2022.) The scale of a block is the one with the least cost of the whole block, found by rounding its 16
 weights one after the other under every candidate, errors fed forward: the cost is exactly what the block will add to the
 output's error. Blocks go in order of Hessian energy, the trace of their part of it: those that matter most are rounded
-while most others can still make up for it.
+while most others can still make up for it. At the end some passes of coordinate descent (``refine.py``) let the weights
+that were rounded first see what became of the others.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from tqdm import tqdm
 
 from . import e2m1
 from .hessian import filled
+from .refine import refine
 from .scale_search import FIRST, LAST
 from .weight import E4M3, SMALLEST_SCALE, block_scale_of, blocks_of, chunks
 
@@ -27,11 +29,13 @@ ORDERS = ("energy", "natural")
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """``candidates``: E4M3 numbers below and above the scale that makes the block's largest weight 6."""
+    """``candidates``: E4M3 numbers below and above the scale that makes the block's largest weight 6; ``passes`` of
+    coordinate descent."""
 
     damping: float = 0.01
     order: str = "energy"
     candidates: tuple[int, int] = (6, 12)
+    passes: int = 3
 
     def __post_init__(self) -> None:
         if self.order not in ORDERS:
@@ -57,6 +61,7 @@ def quantize(
     factor = inverse_factor(hessian[order][:, order], options.damping)
     # Columns of weights as rows of memory, in units of the global scale.
     weights = (blocks.flatten(1) * (1.0 / global_scale)).t()[order].contiguous()
+    original = weights.clone() if options.passes else weights
     codes = torch.empty(count * size, rows, dtype=torch.uint8, device=w.device)
     block_scales = torch.empty(rows, count, dtype=E4M3, device=w.device)
     for start in tqdm(range(0, count * size, size), desc="gptq", disable=not progress, leave=False):
@@ -68,6 +73,10 @@ def quantize(
             codes[here, part], errors[:, part] = _round_block(weights[here, part], scales, within)
             block_scales[part, int(order[start]) // size] = scales.to(E4M3)
         weights[rest] -= factor[here, rest].t() @ errors
+    if options.passes:
+        scales = block_scales[:, order[::size] // size].t().to(torch.float32)
+        values = e2m1.values_of(codes).view(count, size, rows).mul_(scales.unsqueeze(1)).view(count * size, rows)
+        codes = refine(original, values, scales, damped(hessian, options.damping)[order][:, order], options.passes)
     natural = torch.empty_like(codes)
     natural[order] = codes
     return e2m1.pack(natural.t().contiguous()), block_scales
@@ -82,10 +91,19 @@ def column_order(hessian: Tensor, count: int, order: str) -> Tensor:
     return within[energy.sum(1).argsort(descending=True)].flatten()
 
 
+def damped(hessian: Tensor, damping: float) -> Tensor:
+    """``H + damping * mean(diag H) * I``."""
+    return hessian + damping * _mean_diagonal(hessian) * torch.eye(len(hessian), device=hessian.device)
+
+
+def _mean_diagonal(hessian: Tensor) -> Tensor:
+    mean = hessian.diagonal().mean()
+    return torch.where(mean > 0, mean, 1.0)  # a layer that only saw zeros
+
+
 def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
     """U with ``U^T U = (H + damping * mean(diag H) * I)^-1``. More damping where that is not positive definite."""
-    mean = hessian.diagonal().mean()
-    mean = torch.where(mean > 0, mean, 1.0)  # a layer that only saw zeros
+    mean = _mean_diagonal(hessian)
     # Reversed, the lower Cholesky factor of H is an upper one; its inverse is the factor of H's inverse.
     reversed_ = hessian.flip(0, 1).double()
     for attempt in range(6):

@@ -57,10 +57,14 @@ def dequantize(
     codes: Tensor, block_scales: Tensor, global_scale: Tensor, columns: int, dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """``(e2m1 * block_scale) * global_scale``: the first product is exact, the second rounds once, in FP32."""
-    rows = codes.shape[0]
-    blocks = e2m1.values_of(e2m1.unpack(codes)).view(rows, block_scales.shape[1], -1)
-    blocks = blocks * block_scales.to(torch.float32).unsqueeze(-1) * global_scale
-    return blocks.view(rows, 2 * codes.shape[1])[:, :columns].to(dtype)
+    rows, count = codes.shape[0], block_scales.shape[1]
+    out = torch.empty(rows, columns, dtype=dtype, device=codes.device)
+    scales = block_scales.to(torch.float32).unsqueeze(-1)
+    for part in chunks(rows, 2 * codes.shape[1]):
+        blocks = e2m1.values_of_packed(codes[part]).view(-1, count, block_size_of(codes, block_scales))
+        blocks = (blocks * scales[part]).mul_(global_scale)
+        out[part] = blocks.view(blocks.shape[0], 2 * codes.shape[1])[:, :columns]
+    return out
 
 
 def global_scale_of(amax: Tensor, block_range: float) -> Tensor:
