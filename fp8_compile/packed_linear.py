@@ -2,9 +2,9 @@
 
     y = x @ dequantize(codes, scales).T + bias
 
-Ordinary modules: ``state_dict()`` holds the packed parts in the standard layout, ``load_state_dict`` takes them, ``to`` and
-``cuda`` move them (casts to another dtype leave them alone). In memory a layer on a CPU keeps its codes as the CPU's kernels
-read them, in as many bytes; ``layout`` says how they lie.
+Ordinary modules: ``state_dict()`` holds the packed parts in the standard layout, ``load_state_dict`` takes them,
+``to`` and ``cuda`` move them (casts to another dtype leave them alone). In memory a layer on a CPU keeps its codes as
+the CPU's kernels read them, in as many bytes; ``layout`` says how they lie.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ class PackedLinear(nn.Module):
 
 
 class NVFP4Linear(PackedLinear):
-    """Weight in NVFP4: codes uint8 [N, K'/2], block_scales e4m3 [N, K'/B], global_scale fp32 []; K' is K in whole blocks."""
+    """Weight in NVFP4: codes uint8 [N, K'/2], block_scales e4m3 [N, K'/B], global_scale fp32 []; K' is K in whole
+    blocks."""
 
     packed = ("codes", "block_scales", "global_scale")
     codes: Tensor

@@ -42,8 +42,8 @@ class MultiplyPacked(GraphPass):
              y: bf16[M, N] = addmm(bias, nvfp4_round_activations(x), permute(w))
     After:   y: bf16[M, N] = nvfp4_mm(x, codes, block_scales, global_scale, bias, activations, layout)
 
-    The same for ``fp8_dequantize`` and ``fp8_mm``. A gradient's product with the weight stays as it is, on a weight that
-    backward dequantizes anew. Every replaced product gets a :class:`Row`.
+    The same for ``fp8_dequantize`` and ``fp8_mm``. A gradient's product with the weight stays as it is, on a weight
+    that backward dequantizes anew. Every replaced product gets a :class:`Row`.
     """
 
     def __init__(self, names: Names) -> None:

@@ -4,10 +4,10 @@
     for each weight j:   e_j = (w_j - q_j) / U_jj,      w_k -= e_j * U_jk  for k > j,      cost = sum e_j**2
 
 (Frantar et al., 2022.) The scale of a block is the one with the least cost of the whole block, found by rounding its 16
-weights one after the other under every candidate, errors fed forward: the cost is exactly what the block will add to the
-output's error. Blocks go in order of Hessian energy, the trace of their part of it: those that matter most are rounded
-while most others can still make up for it. At the end some passes of coordinate descent (``refine.py``) let the weights
-that were rounded first see what became of the others.
+weights one after the other under every candidate, errors fed forward: the cost is exactly what the block will add to
+the output's error. Blocks go in order of Hessian energy, the trace of their part of it: those that matter most are
+rounded while most others can still make up for it. At the end some passes of coordinate descent (``refine.py``) let
+the weights that were rounded first see what became of the others.
 """
 
 from __future__ import annotations
@@ -119,18 +119,20 @@ def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
 def _best_scales(weights: Tensor, within: Tensor, candidates: tuple[int, int]) -> Tensor:
     """weights: [B, n] -> FP32 [n]."""
     n = weights.shape[1]
-    start = block_scale_of(weights.abs().amax(0), weights.new_ones(()), SMALLEST_SCALE).view(torch.uint8).to(torch.int32)
+    start = (
+        block_scale_of(weights.abs().amax(0), weights.new_ones(()), SMALLEST_SCALE).view(torch.uint8).to(torch.int32)
+    )
     offsets = torch.arange(-candidates[0], candidates[1] + 1, device=weights.device)
     byte = (start + offsets[:, None]).clamp_(FIRST, LAST)  # [C, n]
     scales = byte.to(torch.uint8).view(E4M3).to(torch.float32)
-    _, errors = _round_block(weights.unsqueeze(1).expand(-1, len(offsets), n).flatten(1), scales.flatten(), within, False)
+    _, errors = _round_block(
+        weights.unsqueeze(1).expand(-1, len(offsets), n).flatten(1), scales.flatten(), within, False
+    )
     best = errors.square_().sum(0).view(len(offsets), n).argmin(0, keepdim=True)
     return scales.gather(0, best).squeeze(0)
 
 
-def _round_block(
-    weights: Tensor, scales: Tensor, within: Tensor, coded: bool = True
-) -> tuple[Tensor | None, Tensor]:
+def _round_block(weights: Tensor, scales: Tensor, within: Tensor, coded: bool = True) -> tuple[Tensor | None, Tensor]:
     """Round B weights one after the other, errors fed forward. weights: [B, n] -> codes [B, n], e [B, n]."""
     size = weights.shape[0]
     errors = torch.empty(weights.shape, device=weights.device)

@@ -29,7 +29,9 @@ def quantize(
     for index in tqdm(range(blocks.shape[1]), desc="hessian", disable=not progress, leave=False):
         x = columns_of(blocks[:, index : index + 1], global_scale)
         root = roots[index]
-        scales, _ = best_scales(x, start[:, index], lambda error, root=root: (root @ error).square_().sum(0), least[index])
+        scales, _ = best_scales(
+            x, start[:, index], lambda error, root=root: (root @ error).square_().sum(0), least[index]
+        )
         block_scales[:, index] = scales
     return encode(blocks, block_scales, global_scale), block_scales
 

@@ -4,11 +4,11 @@
     nvfp4_round_activations(x, activations)                                            -> x as the product will see it
     nvfp4_mm(x, codes, block_scales, global_scale, bias, activations, layout)          -> x w^T + bias, [M, N]
 
-A packed layer does ``linear(nvfp4_round_activations(x), nvfp4_dequantize(...))``; ``passes/multiply_packed.py`` makes one
-``nvfp4_mm`` of it. They are opaque to Inductor, so that no pass folds the weight back to what it was packed from.
+A packed layer does ``linear(nvfp4_round_activations(x), nvfp4_dequantize(...))``; ``passes/multiply_packed.py`` makes
+one ``nvfp4_mm`` of it. They are opaque to Inductor, so that no pass folds the weight back to what it was packed from.
 
-layout: "standard", as in checkpoints; "interleaved", as the CPU's kernels read (``kernels/cpu/nvfp4.py``); "swizzled", block
-scales as the tensor cores of sm_100 read (``kernels/gpu/nvfp4_scales.py``).
+layout: "standard", as in checkpoints; "interleaved", as the CPU's kernels read (``kernels/cpu/nvfp4.py``); "swizzled",
+block scales as the tensor cores of sm_100 read (``kernels/gpu/nvfp4_scales.py``).
 activations: None keeps x as it is; "int8" and "nvfp4" round it by blocks of 16 along K.
 """
 
@@ -134,8 +134,8 @@ def _define(schema: str, function, fake):  # type: ignore[no-untyped-def]
 
 
 dequantize_op = _define(
-    "nvfp4_dequantize(Tensor codes, Tensor block_scales, Tensor global_scale, int columns, ScalarType dtype, str layout)"
-    " -> Tensor",
+    "nvfp4_dequantize(Tensor codes, Tensor block_scales, Tensor global_scale, int columns, ScalarType dtype,"
+    " str layout) -> Tensor",
     _dequantize,
     lambda codes, block_scales, global_scale, columns, dtype, layout: codes.new_empty(
         (codes.shape[0], columns), dtype=dtype
@@ -155,6 +155,4 @@ mm_op = _define(
     ),
 )
 # Gradients go through the rounding as if it were not there.
-torch.library.register_autograd(
-    "fp8_compile::nvfp4_round_activations", lambda ctx, grad: (grad, None), lib=_library
-)
+torch.library.register_autograd("fp8_compile::nvfp4_round_activations", lambda ctx, grad: (grad, None), lib=_library)

@@ -1,11 +1,11 @@
 """Quantize a matrix to NVFP4 by any of the methods.
 
-    rtn            scale from the block's largest element                               kernels/nvfp4/rtn.py
-    four_over_six  that scale or 1.5 times it, by squared error                         sweep.py
-    sweep          the best of all 126 scales by squared error                          sweep.py
-    hessian        the best of all 126 scales by the error of the layer's output        hessian.py
-    admm           ``hessian``, then codes that make up for each other                  admm.py
-    gptq           scales and codes in sequence, errors fed forward                     gptq.py
+rtn            scale from the block's largest element                               kernels/nvfp4/rtn.py
+four_over_six  that scale or 1.5 times it, by squared error                         sweep.py
+sweep          the best of all 126 scales by squared error                          sweep.py
+hessian        the best of all 126 scales by the error of the layer's output        hessian.py
+admm           ``hessian``, then codes that make up for each other                  admm.py
+gptq           scales and codes in sequence, errors fed forward                     gptq.py
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ def quantize_nvfp4(
 ) -> NVFP4Weight:
     """NVFP4 of an [N, K] matrix.
 
-    ``hessian``: [K, K], ``mean(x x^T)`` over the layer's inputs, for the methods that weigh errors by it. ``global_scale``:
-    instead of the matrix's own, where layers share one. ``name`` is the layer's, for errors. ``options`` are those of the
-    method: ``damping``, ``order``, ``candidates``, ``passes`` of gptq; ``rounds``, ``rho``, ``last_rho``, ``sweep_every`` of admm.
+    ``hessian``: [K, K], ``mean(x x^T)`` over the layer's inputs, for the methods that weigh errors by it.
+    ``global_scale``: instead of the matrix's own, where layers share one. ``name`` is the layer's, for errors.
+    ``options`` are those of the method: ``damping``, ``order``, ``candidates``, ``passes`` of gptq; ``rounds``,
+    ``rho``, ``last_rho``, ``sweep_every`` of admm.
     """
     check_method(method, hessian is not None, name)
     _check_weight(w, block_size, name)
@@ -95,7 +96,9 @@ def _method_options(method: str, options: dict[str, Any]) -> dict[str, Any]:
     unknown = [option for option in options if option not in known]
     if unknown:
         expected = ", ".join(known) or "none"
-        raise ValueError(f"method={method!r} has no option {', '.join(map(repr, unknown))}; expected some of: {expected}")
+        raise ValueError(
+            f"method={method!r} has no option {', '.join(map(repr, unknown))}; expected some of: {expected}"
+        )
     return {"options": _OPTIONS[method](**options)}
 
 
@@ -110,8 +113,8 @@ def _check_weight(w: Tensor, block_size: int, name: str) -> None:
     if w.numel() and not w.abs().amax().isfinite():
         bad = int((~w.isfinite()).sum())
         raise ValueError(
-            f"{name}: {bad} of {w.numel()} weights are Inf or NaN, expected finite ones; repair the checkpoint, or exclude "
-            "the layer"
+            f"{name}: {bad} of {w.numel()} weights are Inf or NaN, expected finite ones; repair the checkpoint, or "
+            "exclude the layer"
         )
     if w.dtype == torch.float64 and w.numel() and w.abs().amax() > torch.finfo(torch.float32).max:
         raise ValueError(f"{name}: weights exceed FP32, the largest is {w.abs().amax().item():.3g}; scale them down")

@@ -18,7 +18,8 @@ from .weight import SMALLEST_SCALE, block_scale_of, blocks_of, encode
 def quantize(
     w: Tensor, global_scale: Tensor, block_size: int = 16, smallest: float = SMALLEST_SCALE
 ) -> tuple[Tensor, Tensor]:
-    """Codes and block scales of an [N, K] matrix. A NaN makes its block's scale NaN. A global scale of 0 counts as 1."""
+    """Codes and block scales of an [N, K] matrix. A NaN makes its block's scale NaN. A global scale of 0 counts as
+    1."""
     blocks = blocks_of(w, block_size)
     global_scale = torch.where(global_scale == 0, 1.0, global_scale)
     block_scales = block_scale_of(blocks.abs().amax(-1), global_scale, smallest)

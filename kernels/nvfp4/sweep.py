@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import e2m1
 from .scale_search import best_scales, squared_error
-from .weight import E4M3_MAX, SMALLEST_SCALE, E4M3, block_scale_of, blocks_of, chunks, encode
+from .weight import E4M3, E4M3_MAX, SMALLEST_SCALE, block_scale_of, blocks_of, chunks, encode
 
 
 def quantize(w: Tensor, global_scale: Tensor, block_size: int = 16) -> tuple[Tensor, Tensor]:

@@ -46,7 +46,9 @@ class NVFP4Weight:
         return dequantize(self.codes, self.block_scales, self.global_scale, self.columns, dtype)
 
     def to(self, device: torch.device | str) -> NVFP4Weight:
-        return NVFP4Weight(*(part.to(device) for part in (self.codes, self.block_scales, self.global_scale)), self.columns)
+        return NVFP4Weight(
+            *(part.to(device) for part in (self.codes, self.block_scales, self.global_scale)), self.columns
+        )
 
 
 def block_size_of(codes: Tensor, block_scales: Tensor) -> int:
