@@ -1,6 +1,7 @@
 """What calibration knows of a model's layers: the largest input, and the Hessian of the output's squared error.
 
     amax(name)    = max |x|                        x: inputs of the layer, [tokens, K]
+    mean(name)    = mean over tokens of x          [K]
     hessian(name) = mean over tokens of x x^T      [K, K]
 
 Activations are not kept. Layers that get the very same tensor (q, k and v) share one Hessian: they are put together
@@ -27,6 +28,7 @@ class Calibration:
         self.batches = batches  # to run again, for layers whose inputs packing has changed
         self._amax: dict[str, Tensor] = {}
         self._tokens: dict[str, int] = {}
+        self._sums: dict[str, Tensor] = {}
         self._shared: dict[str, _Shared] = {}
         self._seen: WeakIdKeyDictionary = WeakIdKeyDictionary()  # input of this batch -> what it gave
 
@@ -41,6 +43,10 @@ class Calibration:
     def tokens(self, name: str) -> int:
         """How many rows the layer's inputs had."""
         return self._tokens[self._known(name)]
+
+    def mean(self, name: str) -> Tensor:
+        """Mean of the layer's inputs, FP32 [K]."""
+        return self._sums[self._known(name)] / self._tokens[name]
 
     def hessian(self, name: str) -> Tensor:
         """FP32 [K, K]."""
@@ -78,6 +84,8 @@ class Calibration:
             )
         self._amax[name] = torch.maximum(self._amax[name], amax) if name in self._amax else amax
         self._tokens[name] = self._tokens.get(name, 0) + rows.shape[0]
+        total = rows.sum(0, dtype=torch.float32)
+        self._sums[name] = self._sums[name] + total if name in self._sums else total
         if self.keeps_hessians:
             self._record_hessian(name, x, rows)
 

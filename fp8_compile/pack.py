@@ -147,7 +147,9 @@ class _Packer:
             for index, name in enumerate(group):
                 if hessian is None or not statistics.shares(name, group[index - 1]):
                     hessian = statistics.hessian(name)
+                wanted = _mean_output(self.layers[name], calibration.mean(name))
                 self.pack(name, hessian)
+                _correct_bias(self.layers[name], wanted, statistics.mean(name))
 
     def pack(self, name: str, hessian: Tensor | None) -> None:
         layer = self.layers[name]
@@ -179,6 +181,18 @@ class _Packer:
         if len(self.kept) and not _is_tied(self.root, self.kept[-1]):
             self.kept.pop()
             self.done.pop(key)
+
+
+def _mean_output(layer: nn.Module, mean: Tensor) -> Tensor:
+    return weight_of(layer).detach().to(torch.float32) @ mean
+
+
+def _correct_bias(layer: nn.Module, wanted: Tensor, mean: Tensor) -> None:
+    """Give the output the mean that it had before anything was packed: what rounding does to all tokens alike."""
+    assert isinstance(layer, PackedLinear)
+    if layer.bias is not None:
+        with torch.no_grad():
+            layer.bias += wanted - layer.dequantize() @ mean
 
 
 def _is_tied(root: nn.Module, weight: Tensor) -> bool:

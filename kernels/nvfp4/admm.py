@@ -55,6 +55,7 @@ def quantize(
         error = z - target
         return ((error @ curvature) * error).sum(1)
 
+    zeros = ~sweep.blocks_of(w, block_size).any(2)  # blocks of zeros stay so
     z, u = decoded(codes, block_scales), torch.zeros_like(target)
     best, scales = cost(z), block_scales
     wanted = target @ curvature
@@ -68,6 +69,7 @@ def quantize(
             packed, scales = sweep.quantize(pulled, one, block_size)
         else:
             packed = encode(sweep.blocks_of(pulled, block_size), scales, one)
+        packed.view(rows, zeros.shape[1], -1)[zeros] = 0
         z = decoded(packed, scales)
         u = u + x - z
         u, rho = u / growth, rho * growth

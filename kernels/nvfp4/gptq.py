@@ -66,17 +66,22 @@ def quantize(
     block_scales = torch.empty(rows, count, dtype=E4M3, device=w.device)
     for start in tqdm(range(0, count * size, size), desc="gptq", disable=not progress, leave=False):
         here, rest = slice(start, start + size), slice(start + size, None)
-        within = factor[here, here]
+        within, kept_zero = factor[here, here], ~blocks[:, int(order[start]) // size].any(1)
         errors = torch.empty_like(weights[here])
         for part in chunks(rows, size * sum(options.candidates)):
             scales = _best_scales(weights[here, part], within, options.candidates)
-            codes[here, part], errors[:, part] = _round_block(weights[here, part], scales, within)
+            # What was all zeros stays so: its error is fed forward like any other.
+            inverse = torch.where(kept_zero[part], 0.0, scales.reciprocal())
+            codes[here, part], errors[:, part] = _round_block(weights[here, part], scales, inverse, within)
             block_scales[part, int(order[start]) // size] = scales.to(E4M3)
         weights[rest] -= factor[here, rest].t() @ errors
     if options.passes:
         scales = block_scales[:, order[::size] // size].t().to(torch.float32)
         values = e2m1.values_of(codes).view(count, size, rows).mul_(scales.unsqueeze(1)).view(count * size, rows)
-        codes = refine(original, values, scales, damped(hessian, options.damping)[order][:, order], options.passes)
+        kept_zero = ~blocks.any(2).t()[order[::size] // size]
+        inverse = torch.where(kept_zero, 0.0, scales.reciprocal())
+        curvature = damped(hessian, options.damping)[order][:, order]
+        codes = refine(original, values, scales, inverse, curvature, options.passes)
     natural = torch.empty_like(codes)
     natural[order] = codes
     return e2m1.pack(natural.t().contiguous()), block_scales
@@ -125,19 +130,20 @@ def _best_scales(weights: Tensor, within: Tensor, candidates: tuple[int, int]) -
     offsets = torch.arange(-candidates[0], candidates[1] + 1, device=weights.device)
     byte = (start + offsets[:, None]).clamp_(FIRST, LAST)  # [C, n]
     scales = byte.to(torch.uint8).view(E4M3).to(torch.float32)
-    _, errors = _round_block(
-        weights.unsqueeze(1).expand(-1, len(offsets), n).flatten(1), scales.flatten(), within, False
-    )
+    tried = weights.unsqueeze(1).expand(-1, len(offsets), n).flatten(1)
+    _, errors = _round_block(tried, scales.flatten(), scales.flatten().reciprocal(), within, coded=False)
     best = errors.square_().sum(0).view(len(offsets), n).argmin(0, keepdim=True)
     return scales.gather(0, best).squeeze(0)
 
 
-def _round_block(weights: Tensor, scales: Tensor, within: Tensor, coded: bool = True) -> tuple[Tensor | None, Tensor]:
+def _round_block(
+    weights: Tensor, scales: Tensor, inverse: Tensor, within: Tensor, coded: bool = True
+) -> tuple[Tensor | None, Tensor]:
     """Round B weights one after the other, errors fed forward. weights: [B, n] -> codes [B, n], e [B, n]."""
     size = weights.shape[0]
     errors = torch.empty(weights.shape, device=weights.device)
     codes = torch.empty(weights.shape, dtype=torch.uint8, device=weights.device) if coded else None
-    inverse, step = scales.reciprocal(), torch.empty_like(scales)
+    step = torch.empty_like(scales)
     diagonal = within.diagonal().tolist()
     for j in range(size):
         now = torch.addmv(weights[j], errors[:j].t(), within[:j, j], alpha=-1.0) if j else weights[j]

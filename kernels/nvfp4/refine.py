@@ -13,9 +13,9 @@ from torch import Tensor
 from . import e2m1
 
 
-def refine(weights: Tensor, values: Tensor, scales: Tensor, hessian: Tensor, passes: int) -> Tensor:
-    """weights, values: [K, N], columns of the matrix as rows; scales: [K/B, N]; hessian: [K, K], its diagonal above 0.
-    All in units of the global scale -> codes [K, N]."""
+def refine(weights: Tensor, values: Tensor, scales: Tensor, inverse: Tensor, hessian: Tensor, passes: int) -> Tensor:
+    """weights, values: [K, N], columns of the matrix as rows; scales and their inverse: [K/B, N], an inverse of 0 keeps
+    a block at zero; hessian: [K, K], its diagonal above 0. All in units of the global scale -> codes [K, N]."""
     values = values.clone()
     size = len(weights) // len(scales)
     gradient = hessian @ (values - weights)
@@ -25,10 +25,10 @@ def refine(weights: Tensor, values: Tensor, scales: Tensor, hessian: Tensor, pas
         for block, scale in enumerate(scales):
             here = slice(block * size, (block + 1) * size)
             within, local = hessian[here, here], gradient[here].clone()
-            inverse, change = scale.reciprocal(), torch.empty_like(local)
+            change = torch.empty_like(local)
             for j in range(size):
                 now = values[block * size + j]
-                wanted = torch.sub(now, local[j], alpha=1.0 / diagonal[block * size + j]).mul_(inverse)
+                wanted = torch.sub(now, local[j], alpha=1.0 / diagonal[block * size + j]).mul_(inverse[block])
                 torch.sub(e2m1.round_(wanted, step).mul_(scale), now, out=change[j])
                 local[j + 1 :].addmm_(within[j + 1 :, j : j + 1], change[j : j + 1])
             values[here] += change
