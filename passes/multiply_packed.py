@@ -50,6 +50,11 @@ class MultiplyPacked(GraphPass):
         self.names = names
         self.rows: list[Row] = []
 
+    @staticmethod
+    def applies(graph: fx.Graph) -> bool:
+        """Whether the graph has packed weights."""
+        return any(node.target in DEQUANTIZES for node in graph.nodes)
+
     def run(self, graph: fx.Graph) -> PassReport:
         found = [product for node in graph.nodes if (product := _packed_product(node)) is not None]
         for product in found:

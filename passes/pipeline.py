@@ -88,8 +88,8 @@ class Pipeline(CustomGraphPass):
 
 
 class JointPipeline(Pipeline):
-    """multiply packed weights -> find matmuls, decide, rewrite -> share quantizes -> delay scales -> lower quantizes
-    -> lower for the target."""
+    """multiply packed weights, where there are any -> find matmuls, decide, rewrite -> share quantizes -> delay scales
+    -> lower quantizes -> lower for the target."""
 
     def __init__(
         self,
@@ -104,8 +104,7 @@ class JointPipeline(Pipeline):
         self.packed = MultiplyPacked(names)
         self.rewrite = RewriteMatmuls(rules, names, strict=strict)
         self.ran = False
-        delayed = [delay] if delay else []
-        passes: list[GraphPass] = [self.packed, self.rewrite, ShareQuantizes(), *delayed, LowerQuantizes()]
+        passes: list[GraphPass] = [self.rewrite, ShareQuantizes(), *([delay] if delay else []), LowerQuantizes()]
         if rules.target == "cpu":
             passes.append(LowerScaledMmForCpu())
         super().__init__(passes, key, observer)
@@ -116,6 +115,8 @@ class JointPipeline(Pipeline):
 
     def __call__(self, graph: fx.Graph) -> None:
         self.ran = True
+        if self.packed not in self.passes and self.packed.applies(graph):
+            self.passes.insert(0, self.packed)
         super().__call__(graph)
 
     def phase(self, graph: fx.Graph) -> str:

@@ -94,7 +94,7 @@ def _mm(
     global_scale: Tensor,
     bias: Tensor | None,
     activations: str | None,
-    layout: str,
+    layout: str = STANDARD,
 ) -> Tensor:
     if x.device.type == "cpu" and layout == INTERLEAVED and x.dtype != torch.float64:
         from fp8_compile.kernels.cpu import nvfp4
