@@ -11,7 +11,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from uncompiled import UncompiledBackend
 
-from fp8_compile import Backend, PackedLinear, calibrate, pack
+from fp8_compile import Backend, PackedLinear, calibrate, explain, pack
 from fp8_compile.kernels.nvfp4 import ops
 from fp8_compile.packed_linear import NVFP4Linear
 
@@ -37,6 +37,7 @@ def test_compiled_products_run_from_the_packed_form_and_each_is_a_row(format: st
     report = pack(model, format, activations=activations, progress=False)
     assert [row.name for row in report.packed] == ["q_proj", "k_proj", "odd"] == packed_names(model)
     eager = model(x)
+    assert [row.module for row in explain(model, x).rewritten if row.gemm == "output"] == ["q_proj", "k_proj", "odd"]
     backend = Backend()
     compiled = torch.compile(model, backend=backend)
     with torch.no_grad():

@@ -73,7 +73,8 @@ def test_rounded_activations_become_an_argument_also_behind_a_cast() -> None:
     assert ops.round_activations_op not in targets(traced) and one.rows[0].formats == ("int8", "e2m1")
     (node,) = traced.graph.find_nodes(op="call_function", target=ops.mm_op)
     assert node.args[5] == "int8" and node.meta["val"].dtype == torch.bfloat16
-    torch.testing.assert_close(traced(x, *PARTS).float(), function(x, *PARTS).float(), rtol=0.05, atol=0.05)
+    y, expected = traced(x, *PARTS).float(), function(x, *PARTS).float()  # rounded to bf16 before int8 or behind it
+    assert (y - expected).norm() < 0.02 * expected.norm()
 
 
 def test_fp8_weights_have_their_own_op() -> None:
