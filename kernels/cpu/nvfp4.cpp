@@ -4,186 +4,73 @@
 //   x[m, k]   fp32 / bf16 / fp16, rows `stride` apart, K may end up to 15 before the weight's (zeros are put there)
 //   y[m, n]   x's dtype, contiguous
 //
-// Few rows of x: a group of 16 rows of w is decoded in registers, once, and used for all of them (few_rows below).
-// Many: panels of w are decoded to FP32 or, exactly too, bf16, and multiplied by a gemm in cache (many_rows).
-// A group is computed by one thread in an order of its own: results do not depend on the number of threads.
-// Compile with -ffp-contract=off.
+// Here few rows of x: a group of 16 rows of w is decoded in registers, once, and multiplied by all of them. Many rows
+// are left to nvfp4_prefill.cpp. A group is computed by one thread, in an order of its own: results do not depend on
+// the number of threads. Compile with -ffp-contract=off: rounding to int8 relies on each operation rounding by itself.
 
-#include <omp.h>
-
-#include <algorithm>
-#include <memory>
-#include <new>
-
+#include "nvfp4_call.h"
 #include "nvfp4_lanes.h"
+#include "threads.h"
 
 namespace {
 
-enum Dtype { FP32 = 0, BF16 = 1, FP16 = 2 };
+using namespace fp8;
+
 enum Arithmetic { EXACT = 0, INT8 = 1 };
 
-constexpr int BLOCK = 16;               // elements of K that share a scale
-constexpr int BLOCK_BYTES = LANES * 8;  // codes of a block, of a group's rows
-constexpr int64_t SUMMED = 16;          // blocks added up before their sum goes to the total: long sums stay exact
+constexpr int BLOCK = NVFP4_BLOCK;
+constexpr int64_t SUMMED = 16;    // blocks added up before their sum goes to the total: the error of long sums stays small
+constexpr int64_t AHEAD = 2048;   // bytes of codes fetched before they are needed: 4 KB pages end the CPU's own fetching
 #if defined(__AVX512F__)
-constexpr int MOST_FEW = 16;                   // rows of x whose sums fit in registers
-constexpr int PANEL_GROUPS = 2, TILE_ROWS = 12;  // of the gemm: 24 of 32 registers are sums
-#elif defined(__AVX2__)
-constexpr int MOST_FEW = 4;
-constexpr int PANEL_GROUPS = 1, TILE_ROWS = 6;
+constexpr int MOST_ROWS = 16;  // of x, whose sums fit in registers
+constexpr bool WIDE = true;
 #else
-constexpr int MOST_FEW = 4;
-constexpr int PANEL_GROUPS = 1, TILE_ROWS = 4;
+constexpr int MOST_ROWS = 4;
+constexpr bool WIDE = false;
 #endif
-constexpr int PANEL = PANEL_GROUPS * LANES;
-constexpr int64_t PANEL_BLOCKS = 32;  // a panel of 32 rows x 512 of K is 64 KB in FP32: half of a small L2
-constexpr int64_t CHUNK_TILES = 16;   // 192 rows x 512 of x, 384 KB, stay in L2 while panels pass by
+constexpr int64_t FEW = WIDE ? 16 : 8;  // rows of x up to which the gemm is not worth its panels
 
-struct Call {
-  const void* x;
-  int64_t m, k, stride;
-  int dtype;
-  const uint8_t *codes, *scales;
-  int64_t n, blocks;
-  double global_scale;
-  const void* bias;
-  int bias_dtype;
-  void* y;
-  int threads;
-};
-
-struct Free { void operator()(void* p) const { ::operator delete[](p, std::align_val_t(64)); } };
-template <typename T>
-using Buffer = std::unique_ptr<T[], Free>;
-template <typename T>
-Buffer<T> buffer(int64_t size) { return Buffer<T>(static_cast<T*>(::operator new[](size * sizeof(T), std::align_val_t(64)))); }
-
-inline uint32_t bits(float x) { uint32_t u; std::memcpy(&u, &x, 4); return u; }
-inline float value(uint32_t u) { float x; std::memcpy(&x, &u, 4); return x; }
-
-inline float from_fp16(uint16_t x) {  // rebased by a multiplication that is exact for subnormals too
-  float magnitude = value(uint32_t(x & 0x7fff) << 13) * 0x1p112f;
-  magnitude = (x & 0x7c00) == 0x7c00 ? value(bits(magnitude) | 0x7f800000u) : magnitude;
-  return value(bits(magnitude) | (uint32_t(x & 0x8000) << 16));
-}
-inline uint16_t to_fp16(float x) {  // to nearest even
-  const uint32_t sign = bits(x) >> 16 & 0x8000, u = bits(x) & 0x7fffffff;
-  const uint32_t normal = ((u + 0xfff + (u >> 13 & 1)) >> 13) - (112u << 10);
-  const uint32_t subnormal = bits(value(u) + 0.5f) - bits(0.5f);
-  const uint32_t finite = u < 0x38800000u ? subnormal : normal;
-  return uint16_t(sign | (u > 0x7f800000u ? 0x7e00u : u >= 0x47800000u ? 0x7c00u : finite));
-}
-inline uint16_t to_bf16(float x) {
-  const uint32_t u = bits(x);
-  return uint16_t((u & 0x7fffffff) > 0x7f800000u ? 0x7fc0u : (u + 0x7fff + (u >> 16 & 1)) >> 16);
-}
-
-inline float element(const void* p, int dtype, int64_t i) {
-  if (dtype == FP32) return static_cast<const float*>(p)[i];
-  const uint16_t half = static_cast<const uint16_t*>(p)[i];
-  return dtype == BF16 ? value(uint32_t(half) << 16) : from_fp16(half);
-}
-
-// A block of a row of x in FP32; zeros from its end on, and in rows that only fill a tile.
-inline void read_block(const Call& call, int64_t row, int64_t block, float* out) {
-  const int64_t first = block * BLOCK, size = row < call.m ? std::clamp<int64_t>(call.k - first, 0, BLOCK) : 0;
-  const int64_t at = row * call.stride + first;
-  if (size < BLOCK) std::fill(out, out + BLOCK, 0.f);
-  if (size == BLOCK && call.dtype == FP32) {
-    std::memcpy(out, static_cast<const float*>(call.x) + at, BLOCK * 4);
-  } else if (size == BLOCK && call.dtype == BF16) {
-    const uint16_t* p = static_cast<const uint16_t*>(call.x) + at;
-    for (int i = 0; i < BLOCK; ++i) out[i] = value(uint32_t(p[i]) << 16);
-  } else {
-    for (int i = 0; i < size; ++i) out[i] = element(call.x, call.dtype, at + i);
-  }
-}
-
-// sums[row][lane] -> y[first_row + row][first_lane + lane], scaled, biased and rounded once.
-inline void write(const Call& call, int64_t row, int64_t lane, const Floats& sums) {
-  alignas(64) float out[LANES];
-  store(out, sums);
-  const double scale = SCALE_UNIT * call.global_scale;
-  const int count = int(std::min<int64_t>(LANES, call.n - lane));
-  if (call.bias)
-    for (int i = 0; i < count; ++i) out[i] = float(out[i] * scale + element(call.bias, call.bias_dtype, lane + i));
-  else
-    for (int i = 0; i < LANES; ++i) out[i] = float(out[i] * scale);
-  const int64_t at = row * call.n + lane;
-  uint16_t* half = static_cast<uint16_t*>(call.y) + at;
-  if (call.dtype == FP32) std::memcpy(static_cast<float*>(call.y) + at, out, count * 4);
-  else if (call.dtype == BF16) for (int i = 0; i < count; ++i) half[i] = to_bf16(out[i]);
-  else for (int i = 0; i < count; ++i) half[i] = to_fp16(out[i]);
-}
-
-// Where a group's codes and scales lie. The last one, of fewer rows, is spread to 16 lanes first.
-class Groups {
- public:
-  explicit Groups(const Call& call) : call_(call), whole_(call.n / LANES), count_((call.n + LANES - 1) / LANES) {
-    if (whole_ == count_) return;
-    const int64_t rows = call.n % LANES, blocks = call.blocks;
-    last_ = buffer<uint8_t>(blocks * (BLOCK_BYTES + LANES));
-    std::memset(last_.get(), 0, blocks * (BLOCK_BYTES + LANES));
-    const uint8_t *codes = call.codes + whole_ * blocks * BLOCK_BYTES, *scales = call.scales + whole_ * blocks * LANES;
-    for (int64_t word = 0; word < 2 * blocks; ++word)
-      std::memcpy(last_.get() + word * 4 * LANES, codes + word * 4 * rows, 4 * rows);
-    uint8_t* last_scales = last_.get() + blocks * BLOCK_BYTES;
-    for (int64_t block = 0; block < blocks; ++block)
-      std::memcpy(last_scales + block * LANES, scales + block * rows, rows);
-  }
-  int64_t count() const { return count_; }
-  const uint8_t* codes(int64_t group) const {
-    return group < whole_ ? call_.codes + group * call_.blocks * BLOCK_BYTES : last_.get();
-  }
-  const uint8_t* scales(int64_t group) const {
-    return group < whole_ ? call_.scales + group * call_.blocks * LANES : last_.get() + call_.blocks * BLOCK_BYTES;
-  }
-
- private:
-  const Call& call_;
-  int64_t whole_, count_;
-  Buffer<uint8_t> last_;
-};
-
-// ---- Arithmetics for few rows: how a block of x is stored, for ROWS rows at once, and multiplied by one of w.
+// How a block of x is stored, for ROWS rows at once, and multiplied by a block of w. AT_ONCE: groups of w taken together
+// with one row of x, where loading x would take longer than multiplying by it.
 
 // FP32: [16][ROWS] floats a block.
 struct ExactFp32 {
+  static constexpr int AT_ONCE = 1;
   struct Stored { float x[BLOCK]; };
   static void pack(const float* x, int row, int rows, Stored* to) {
-    float* out = to->x + row;
-    for (int k = 0; k < BLOCK; ++k) out[k * rows] = x[k];
+    for (int k = 0; k < BLOCK; ++k) to->x[k * rows + row] = x[k];
   }
   template <int ROWS>
   static void add(Floats (&sums)[ROWS], const uint8_t* codes, const uint8_t* scales, const Stored* stored) {
     const float* x = stored->x;
     const Floats scale = e4m3(scales);
     Words low = load_words(codes), high = load_words(codes + 4 * LANES);
-    if constexpr (ROWS * 2 <= MOST_FEW / 2) {  // two sums a row of x fit too: shorter chains, and scaled once
-      Floats even[ROWS], odd[ROWS];
+    if constexpr (ROWS <= (WIDE ? 4 : 1)) {  // two sums a row of x fit too: shorter chains, and scaled once
+      Floats a[ROWS], b[ROWS];
       for (int k = 0; k < 8; ++k, low = next(low), high = next(high)) {
-        const Floats a = e2m1(low), b = e2m1(high);
+        const Floats wa = e2m1(low), wb = e2m1(high);
         for (int row = 0; row < ROWS; ++row) {
           const Floats xa = splat(x[k * ROWS + row]), xb = splat(x[(k + 8) * ROWS + row]);
-          even[row] = k ? fma(a, xa, even[row]) : a * xa;
-          odd[row] = k ? fma(b, xb, odd[row]) : b * xb;
+          a[row] = k ? fma(wa, xa, a[row]) : wa * xa;
+          b[row] = k ? fma(wb, xb, b[row]) : wb * xb;
         }
       }
-      for (int row = 0; row < ROWS; ++row) sums[row] = fma(even[row] + odd[row], scale, sums[row]);
+      for (int row = 0; row < ROWS; ++row) sums[row] = fma(a[row] + b[row], scale, sums[row]);
     } else {  // e2m1 * e4m3 is exact in FP32
       for (int k = 0; k < BLOCK; ++k) {
-        Words& w = k < 8 ? low : high;
-        const Floats a = e2m1(w) * scale;
-        w = next(w);
-        for (int row = 0; row < ROWS; ++row) sums[row] = fma(a, splat(x[k * ROWS + row]), sums[row]);
+        Words& words = k < 8 ? low : high;
+        const Floats w = e2m1(words) * scale;
+        words = next(words);
+        for (int row = 0; row < ROWS; ++row) sums[row] = fma(w, splat(x[k * ROWS + row]), sums[row]);
       }
     }
   }
 };
 
-#if defined(HAS_PAIRS)
+#if defined(__AVX512BF16__)
 // bf16: [ROWS][8] pairs (k, k + 4) a block. Products are exact; the instruction takes subnormals for zeros.
 struct ExactBf16 {
+  static constexpr int AT_ONCE = 2;
   struct Stored { uint32_t x[BLOCK / 2]; };
   static void pack(const float* x, int row, int, Stored* to) {
     for (int pair = 0; pair < BLOCK / 2; ++pair) {
@@ -208,26 +95,27 @@ struct ExactBf16 {
 };
 #endif
 
-// int8: see quantize_activations in nvfp4.py. With u = 2 * e2m1 + 12, sum(2 * e2m1 * q) = sum(u * q) - 12 * sum(q).
+// int8: quantize_activations in nvfp4.py. With u = 2 * e2m1 + 12, sum(2 * e2m1 * q) = sum(u * q) - 12 * sum(q).
 struct Int8 {
+  static constexpr int AT_ONCE = 2;
   struct Stored { int32_t q[4]; int32_t start; float half_scale; };
   static void pack(const float* x, int row, int, Stored* to) {
-    uint32_t amax_bits = 0;
-    for (int k = 0; k < BLOCK; ++k) amax_bits = std::max(amax_bits, bits(x[k]) & 0x7fffffffu);
-    const float scale = value(amax_bits) / 127.0f, inverse = scale >= 0x1p-126f ? 1.0f / scale : 0.0f;
-    const bool finite = amax_bits < 0x7f800000u;
-    int8_t q[BLOCK];
+    uint32_t amax = 0;
+    for (int k = 0; k < BLOCK; ++k) amax = std::max(amax, bits(x[k]) & 0x7fffffffu);
+    const float scale = value(amax) / 127.0f, inverse = scale >= 0x1p-126f ? 1.0f / scale : 0.0f;
+    const bool finite = amax < 0x7f800000u;
+    int8_t q[BLOCK], sorted[BLOCK];
     int32_t sum = 0;
     for (int k = 0; k < BLOCK; ++k) {  // adding 1.5 * 2**23 rounds to nearest even, the integer in the lowest bits
-      const int8_t rounded = int8_t(bits(x[k] * inverse + 12582912.0f));
-      q[k] = finite ? rounded : int8_t(0), sum += q[k];
+      const float scaled = x[k] * inverse;
+      q[k] = finite ? int8_t(bits(scaled + 12582912.0f)) : int8_t(0);
+      sum += q[k];
     }
-    int8_t sorted[BLOCK];  // as even_bytes, odd_bytes of both words
-    for (int k = 0; k < BLOCK; ++k) sorted[k] = q[k / 8 * 8 + k % 4 * 2 + k / 4 % 2];
+    for (int k = 0; k < BLOCK; ++k) sorted[k] = q[k / 8 * 8 + k % 4 * 2 + k / 4 % 2];  // even k, odd k of each word
     Stored& out = to[row];
     std::memcpy(out.q, sorted, BLOCK);
     out.start = -OFFSET * sum;
-    out.half_scale = finite ? 0.5f * scale : __builtin_nanf("");  // 0 * NaN: an overflow must not vanish
+    out.half_scale = finite ? 0.5f * scale : std::numeric_limits<float>::quiet_NaN();  // an overflow must not vanish
   }
   template <int ROWS>
   static void add(Floats (&sums)[ROWS], const uint8_t* codes, const uint8_t* scales, const Stored* stored) {
@@ -243,73 +131,92 @@ struct Int8 {
   }
 };
 
-// x as [tiles][blocks][rows of a tile], by all threads of the region.
-template <typename A>
-void pack_rows(const Call& call, int64_t tiles, int rows, typename A::Stored* out) {
+// x as [tiles][blocks][ROWS], by all threads of the region.
+template <class A, int ROWS>
+void pack_x(const Nvfp4Call& call, int64_t tiles, typename A::Stored* to) {
 #pragma omp for schedule(static)
-  for (int64_t at = 0; at < tiles * call.blocks; ++at) {
-    const int64_t tile = at / call.blocks, block = at % call.blocks;
-    for (int row = 0; row < rows; ++row) {
+  for (int64_t at = 0; at < tiles * call.blocks; ++at)
+    for (int row = 0; row < ROWS; ++row) {
       alignas(64) float x[BLOCK];
-      read_block(call, tile * rows + row, block, x);
-      A::pack(x, row, rows, out + at * rows);
+      read_x(call, at / call.blocks * ROWS + row, at % call.blocks * BLOCK, BLOCK, x);
+      A::pack(x, row, ROWS, to + at * ROWS);
     }
-  }
 }
 
-template <typename A, int ROWS>
-void few_rows(const Call& call) {
-  const int64_t tiles = (call.m + ROWS - 1) / ROWS;
-  const Buffer<typename A::Stored> packed = buffer<typename A::Stored>(tiles * call.blocks * ROWS);
-  const Groups groups(call);
-#pragma omp parallel num_threads(call.threads) if (call.threads > 1)
-  {
-    pack_rows<A>(call, tiles, ROWS, packed.get());
-#pragma omp for schedule(static)
-    for (int64_t group = 0; group < groups.count(); ++group) {
-      for (int64_t tile = 0; tile < tiles; ++tile) {
-        const typename A::Stored* x = packed.get() + tile * call.blocks * ROWS;
-        const uint8_t *codes = groups.codes(group), *scales = groups.scales(group);
-        Floats totals[ROWS];
-        std::fill(totals, totals + ROWS, zeros());
-        for (int64_t first = 0; first < call.blocks; first += SUMMED) {
-          Floats sums[ROWS];
-          std::fill(sums, sums + ROWS, zeros());
-          for (int64_t block = first; block < std::min(first + SUMMED, call.blocks); ++block) {
-            A::template add<ROWS>(sums, codes, scales, x);
-            codes += BLOCK_BYTES, scales += LANES, x += ROWS;
-          }
-          for (int row = 0; row < ROWS; ++row) totals[row] = totals[row] + sums[row];
-        }
-        for (int row = 0; row < ROWS && tile * ROWS + row < call.m; ++row)
-          write(call, tile * ROWS + row, group * LANES, totals[row]);
+// Groups from `group` on times ROWS rows of x.
+template <class A, int ROWS, int AT_ONCE>
+void multiply(const Nvfp4Call& call, const Nvfp4Groups& groups, int64_t group, int64_t row, const typename A::Stored* x) {
+  const uint8_t *codes[AT_ONCE], *scales[AT_ONCE];
+  Floats totals[AT_ONCE][ROWS];
+  for (int g = 0; g < AT_ONCE; ++g) {
+    const int64_t taken = std::min(group + g, groups.count() - 1);  // the last one twice, where it is alone
+    codes[g] = groups.codes(taken), scales[g] = groups.scales(taken);
+    std::fill(totals[g], totals[g] + ROWS, zeros());
+  }
+  for (int64_t first = 0; first < call.blocks; first += SUMMED) {
+    Floats sums[AT_ONCE][ROWS];
+    for (int g = 0; g < AT_ONCE; ++g) std::fill(sums[g], sums[g] + ROWS, zeros());
+    const int64_t end = std::min(first + SUMMED, call.blocks);
+    for (int64_t block = first; block < end; ++block)
+      for (int g = 0; g < AT_ONCE; ++g) {
+        const uint8_t *at = codes[g] + block * NVFP4_BYTES, *scale = scales[g] + block * LANES;
+        __builtin_prefetch(at + AHEAD);
+        __builtin_prefetch(at + AHEAD + 64);
+        __builtin_prefetch(scale + AHEAD / 8);
+        A::template add<ROWS>(sums[g], at, scale, x + block * ROWS);
       }
+    for (int g = 0; g < AT_ONCE; ++g)
+      for (int r = 0; r < ROWS; ++r) totals[g][r] = totals[g][r] + sums[g][r];
+  }
+  for (int g = 0; g < AT_ONCE && group + g < groups.count(); ++g)
+    for (int r = 0; r < ROWS && row + r < call.m; ++r) {
+      alignas(64) float out[LANES];
+      store(out, totals[g][r]);
+      const int64_t col = (group + g) * LANES;
+      write_y(call, row + r, col, std::min<int64_t>(LANES, call.n - col), out);
+    }
+}
+
+template <class A, int ROWS>
+void few_rows(const Nvfp4Call& call) {
+  constexpr int AT_ONCE = WIDE && ROWS <= 2 ? A::AT_ONCE : 1;
+  const int64_t tiles = (call.m + ROWS - 1) / ROWS;
+  const Lines<typename A::Stored> packed = lines<typename A::Stored>(tiles * call.blocks * ROWS);
+  const Nvfp4Groups groups(call);
+  const int threads = usable_threads(call.threads, groups.count());
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+    pack_x<A, ROWS>(call, tiles, packed.get());
+    for (int64_t tile = 0; tile < tiles; ++tile) {  // outermost: x's tile stays in L2 while w passes by
+#pragma omp for schedule(static) nowait
+      for (int64_t group = 0; group < groups.count(); group += AT_ONCE)
+        multiply<A, ROWS, AT_ONCE>(call, groups, group, tile * ROWS, packed.get() + tile * call.blocks * ROWS);
     }
   }
 }
 
-template <typename A>
-void few_rows(const Call& call) {
+template <class A>
+void few_rows(const Nvfp4Call& call) {
   if (call.m == 1) few_rows<A, 1>(call);
   else if (call.m == 2) few_rows<A, 2>(call);
-  else if (call.m <= 4 || MOST_FEW == 4) few_rows<A, 4>(call);
-  else if (call.m <= 8) few_rows<A, (MOST_FEW > 4 ? 8 : 4)>(call);
-  else few_rows<A, MOST_FEW>(call);
+  else if (call.m <= 4 || !WIDE) few_rows<A, 4>(call);
+  else if (call.m <= 8) few_rows<A, (WIDE ? 8 : 4)>(call);
+  else few_rows<A, MOST_ROWS>(call);
 }
 
 }  // namespace
 
-#include "nvfp4_gemm.h"
-
 extern "C" void nvfp4_matmul(
     const void* x, int64_t m, int64_t k, int64_t stride, int dtype, const void* codes, const void* scales, int64_t n,
     int64_t padded_k, float global_scale, const void* bias, int bias_dtype, int arithmetic, void* y, int threads) {
-  const Call call = {x, m, k, stride, dtype, static_cast<const uint8_t*>(codes), static_cast<const uint8_t*>(scales),
-                     n, padded_k / BLOCK, global_scale, bias, bias_dtype, y, std::max(threads, 1)};
+  const Nvfp4Call call = {
+      x, m, k, stride, dtype, static_cast<const uint8_t*>(codes), static_cast<const uint8_t*>(scales), n,
+      padded_k / BLOCK, SCALE_UNIT * double(global_scale), bias, bias_dtype, y, threads};
   if (m == 0 || n == 0) return;
   if (arithmetic == INT8) return few_rows<Int8>(call);
-#if defined(HAS_PAIRS)
-  if (dtype == BF16) return m <= MOST_FEW ? few_rows<ExactBf16>(call) : many_rows<PairPanel>(call);
+  if (m > FEW) return nvfp4_prefill(call);
+#if defined(__AVX512BF16__)
+  if (dtype == BF16) return few_rows<ExactBf16>(call);
 #endif
-  return m <= MOST_FEW ? few_rows<ExactFp32>(call) : many_rows<FloatPanel>(call);
+  few_rows<ExactFp32>(call);
 }

@@ -15,13 +15,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .nvfp4_library import library
+from .library import library
+from .operation import DTYPES
 
 BLOCK = 16  # elements of K that share a block scale
 GROUP = 16  # rows that are interleaved
 _WORD = 4  # bytes of codes that a lane takes at once
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_ARITHMETICS = {None: 0, "int8": 1}
+ARITHMETICS = {None: 0, "int8": 1}
 LEAST_PARALLEL = 1 << 16  # multiplications a thread, below which waking another takes longer than the work
 
 
@@ -41,16 +41,17 @@ def matmul(
     """
     m, k = x.shape
     n, half = codes.shape
-    if not 0 <= 2 * half - k < BLOCK or block_scales.shape[1] * 8 != half or x.dtype not in _DTYPES:
-        _check_operands(x, codes, block_scales)
+    _check_operands(x, codes, block_scales, bias, activations)
+    kernels = library()
+    if kernels is None:
+        return reference(x, codes, block_scales, global_scale, bias, activations).to(x.dtype)
     if x.stride(1) != 1 and k > 1:
         x = x.contiguous()
     y = x.new_empty((m, n))
-    threads = min(torch.get_num_threads(), 1 + m * n * k // LEAST_PARALLEL)
-    library().nvfp4_matmul(
-        *(x.data_ptr(), m, k, x.stride(0), _DTYPES[x.dtype], codes.data_ptr(), block_scales.data_ptr(), n, 2 * half),
-        *(float(global_scale), None if bias is None else bias.data_ptr(), 0 if bias is None else _DTYPES[bias.dtype]),
-        *(_ARITHMETICS[activations], y.data_ptr(), threads),
+    kernels.nvfp4_matmul(
+        *(x.data_ptr(), m, k, x.stride(0), DTYPES[x.dtype], codes.data_ptr(), block_scales.data_ptr(), n, 2 * half),
+        *(float(global_scale), None if bias is None else bias.data_ptr(), 0 if bias is None else DTYPES[bias.dtype]),
+        *(ARITHMETICS[activations], y.data_ptr(), min(torch.get_num_threads(), 1 + m * n * k // LEAST_PARALLEL)),
     )
     return y
 
@@ -137,14 +138,25 @@ def _groups(x: Tensor) -> list[tuple[slice, int, int]]:
     return [(rows, groups, size) for rows, groups, size in parts if groups and size and x.shape[1]]
 
 
-def _check_operands(x: Tensor, codes: Tensor, block_scales: Tensor) -> None:
-    if x.dtype not in _DTYPES:
+def _check_operands(
+    x: Tensor, codes: Tensor, block_scales: Tensor, bias: Tensor | None, activations: str | None
+) -> None:
+    if x.dtype not in DTYPES:
         raise TypeError(f"NVFP4 products take x in float32, bfloat16 or float16, got {x.dtype}")
-    _check_weight(codes, block_scales)
+    if activations not in ARITHMETICS:
+        raise ValueError(f"activations={activations!r} is unknown; expected None (exact) or 'int8'")
     if not 0 <= 2 * codes.shape[1] - x.shape[1] < BLOCK:
         raise ValueError(
-            f"x [M, K] times an NVFP4 weight of codes [N, K/2] wants one K, padded to a multiple of {BLOCK} in the weight, "
-            f"got x {tuple(x.shape)} and codes {tuple(codes.shape)}"
+            f"x [M, K] times an NVFP4 weight of codes [N, K/2]: expected one K, in the weight padded to a multiple of "
+            f"{BLOCK}, got x {tuple(x.shape)} and codes {tuple(codes.shape)}"
+        )
+    if not (codes.is_contiguous() and block_scales.is_contiguous() and block_scales.numel() * 8 == codes.numel()):
+        _check_weight(codes, block_scales)
+        raise ValueError("an NVFP4 weight is contiguous in the order of interleave(), got strides: call .contiguous()")
+    if bias is not None and (bias.shape != codes.shape[:1] or bias.dtype not in DTYPES or not bias.is_contiguous()):
+        raise ValueError(
+            f"expected a contiguous bias of shape ({codes.shape[0]},) in float32, bfloat16 or float16, "
+            f"got a bias of shape {tuple(bias.shape)} in {bias.dtype}"
         )
 
 

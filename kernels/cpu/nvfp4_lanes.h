@@ -53,7 +53,11 @@ inline Floats e4m3(const uint8_t* p) {
 
 inline Bytes bytes_of(__m512i nibbles) {
   const __m512i table = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)OFFSET_E2M1));
+#if defined(__AVX512VBMI__)
+  return {_mm512_permutexvar_epi8(nibbles, table)};  // looks at six bits; the table is there four times
+#else
   return {_mm512_shuffle_epi8(table, _mm512_and_si512(nibbles, _mm512_set1_epi8(15)))};
+#endif
 }
 inline Bytes even_bytes(Words w) { return bytes_of(w.v); }
 inline Bytes odd_bytes(Words w) { return bytes_of(_mm512_srli_epi32(w.v, 4)); }
@@ -68,8 +72,13 @@ inline Ints dot(Ints sum, Bytes w, int32_t x) {
 }
 inline Floats to_floats(Ints a) { return {_mm512_cvtepi32_ps(a.v)}; }
 
+// a and b of each row side by side, cut to bf16: exact where they are products of E2M1 and E4M3, of six significant bits.
+inline void store_pairs(uint16_t* p, Floats a, Floats b) {
+  const __m512i first = _mm512_srli_epi32(_mm512_castps_si512(a.v), 16);
+  _mm512_storeu_si512(p, _mm512_mask_mov_epi16(first, 0xaaaaaaaau, _mm512_castps_si512(b.v)));
+}
+
 #if defined(__AVX512BF16__)
-#define HAS_PAIRS 1
 struct Pairs { __m512i v; };
 alignas(64) constexpr uint16_t BF16_E2M1[32] = {
     0x0000, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0, 0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040,
@@ -79,12 +88,6 @@ alignas(64) constexpr uint16_t BF16_E2M1[32] = {
 inline Pairs e2m1_pairs(Words w) { return {_mm512_permutexvar_epi16(w.v, _mm512_load_si512(BF16_E2M1))}; }
 inline Floats dot(Floats sum, Pairs w, uint32_t x) {
   return {_mm512_dpbf16_ps(sum.v, (__m512bh)w.v, (__m512bh)_mm512_set1_epi32(int32_t(x)))};
-}
-inline Pairs load_pairs(const uint32_t* p) { return {_mm512_loadu_si512(p)}; }
-// a below, b above, cut to bf16: exact where they are products of E2M1 and E4M3, which have six significant bits.
-inline void store_pairs(uint32_t* p, Floats a, Floats b) {
-  const __m512i below = _mm512_srli_epi32(_mm512_castps_si512(a.v), 16);
-  _mm512_storeu_si512(p, _mm512_mask_mov_epi16(below, 0xaaaaaaaau, _mm512_castps_si512(b.v)));
 }
 #endif
 
