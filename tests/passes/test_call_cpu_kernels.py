@@ -108,35 +108,40 @@ cast_3: e4m3[32, 70] = cast(primals_4, scales[0], e4m3, [-1, -1])
 scaled_mm_1: f32[18, 32] = scaled_mm(cast_2, cast_3.T, scales_3[1], scales[1].T, None, f32)
 view_3: f32[2, 9, 32] = view(scaled_mm_1, [2, 9, 32])
 le: b8[2, 9, 70] = le(relu, 0)
-return view_3, scales_2[1], cast, scales_1[1], cast_1, scales_3[1], cast_2, scales[1], cast_3, le
+return view_3, primals_1, primals_4, scales_2[1], cast, scales_1[0], scales_1[1], scales_3[1], cast_2, scales[0],
+    scales[1], le
 """)
 
 
 def test_golden_of_a_backward_graph() -> None:
     expecttest.assert_expected_inline(render(called(halves().backward)[0]), """\
+primals_1: f32[70, 32]
+primals_4: f32[32, 70]
 add_tensor: f32[1, 1]
 convert_element_type_default: e4m3[18, 32]
+mul_tensor_3: f32[1, 1]
 add_tensor_1: f32[1, 1]
-convert_element_type_default_1: e4m3[70, 32]
 add_tensor_2: f32[1, 1]
 convert_element_type_default_2: e4m3[18, 70]
+mul_tensor_9: f32[1, 1]
 add_tensor_3: f32[1, 1]
-convert_element_type_default_3: e4m3[32, 70]
 le: b8[2, 9, 70]
 tangents_1: f32[2, 9, 32]
 view: f32[18, 32] = view(tangents_1, [18, 32])
 scales: (f32[1, 1], f32[1, 1]) = scales(view, e5m2, [-1, -1])
 cast: e5m2[18, 32] = cast(view, scales[0], e5m2, [-1, -1])
 scaled_mm: f32[32, 70] = scaled_mm(cast.T, convert_element_type_default_2, scales[1].T, add_tensor_2, None, f32)
-scaled_mm_1: f32[18, 70] = scaled_mm(cast, convert_element_type_default_3, scales[1], add_tensor_3, None, f32)
+cast_1: e4m3[32, 70] = cast(primals_4, mul_tensor_9, e4m3, [-1, -1])
+scaled_mm_1: f32[18, 70] = scaled_mm(cast, cast_1, scales[1], add_tensor_3, None, f32)
 view_1: f32[2, 9, 70] = view(scaled_mm_1, [2, 9, 70])
 full: f32[] = full([], 0.0, dtype=f32, layout=torch.strided, device=cpu)
 where: f32[2, 9, 70] = where(le, full, view_1)
 view_2: f32[18, 70] = view(where, [18, 70])
 scales_1: (f32[1, 1], f32[1, 1]) = scales(view_2, e5m2, [-1, -1])
-cast_1: e5m2[18, 70] = cast(view_2, scales_1[0], e5m2, [-1, -1])
-scaled_mm_2: f32[18, 32] = scaled_mm(cast_1, convert_element_type_default_1, scales_1[1], add_tensor_1, None, f32)
-scaled_mm_3: f32[70, 32] = scaled_mm(cast_1.T, convert_element_type_default, scales_1[1].T, add_tensor, None, f32)
+cast_2: e5m2[18, 70] = cast(view_2, scales_1[0], e5m2, [-1, -1])
+cast_3: e4m3[70, 32] = cast(primals_1, mul_tensor_3, e4m3, [-1, -1])
+scaled_mm_2: f32[18, 32] = scaled_mm(cast_2, cast_3, scales_1[1], add_tensor_1, None, f32)
+scaled_mm_3: f32[70, 32] = scaled_mm(cast_2.T, convert_element_type_default, scales_1[1].T, add_tensor, None, f32)
 sum: f32[1, 70] = sum(view_2, [0], True)
 view_3: f32[70] = view(sum, [70])
 view_4: f32[2, 9, 32] = view(scaled_mm_2, [2, 9, 32])

@@ -78,8 +78,8 @@ copy_: f32[32, 16] = copy_(primals_2, update_scales[0])
 copy__1: f32[2, 32] = copy_(primals_3, update_scales[1])
 copy__2: i32[2, 32] = copy_(primals_4, update_scales[2])
 copy__3: f32[32] = copy_(primals_1, record_amaxes)
-return scaled_mm, primals_5, primals_6, primals_7, primals_8, quantize_delayed[2], quantize_delayed[0],
-    quantize_delayed_1[2], quantize_delayed_1[0]
+return scaled_mm, primals_5, primals_6, primals_7, primals_8, primals_9, quantize_delayed[2], quantize_delayed[0],
+    quantize_delayed_1[1], quantize_delayed_1[2]
 """)
 
 
@@ -90,10 +90,11 @@ primals_5: f32[32]
 primals_6: f32[32, 16]
 primals_7: f32[2, 32]
 primals_8: i32[2, 32]
+primals_9: f32[64, 32]
 reciprocal_default_1: f32[1, 1]
 convert_element_type_default: e4m3[8, 32]
+where_self_3: f32[1, 1]
 reciprocal_default_3: f32[1, 1]
-convert_element_type_default_1: e4m3[64, 32]
 tangents_1: f32[8, 64]
 next_scales: f32[2, 32] = next_scales(primals_5, primals_6, primals_7, primals_8, 57344.0, 0, max, 1)
 select: f32[32] = select(next_scales, 0, 0)
@@ -102,8 +103,8 @@ view: f32[1, 1] = view(select_1, [1, 1])
 quantize_delayed: (e5m2[8, 64], f32[1, 1], f32[1, 1], f32[1, 1]) = quantize_delayed(tangents_1, view, e5m2, 0, True)
 scaled_mm: f32[64, 32] = scaled_mm(quantize_delayed[0].T, convert_element_type_default, quantize_delayed[2].T,
     reciprocal_default_1, None, f32)
-scaled_mm_1: f32[8, 32] = scaled_mm(quantize_delayed[0], convert_element_type_default_1, quantize_delayed[2],
-    reciprocal_default_3, None, f32)
+cast: e4m3[64, 32] = cast(primals_9, where_self_3, e4m3, [-1, -1])
+scaled_mm_1: f32[8, 32] = scaled_mm(quantize_delayed[0], cast, quantize_delayed[2], reciprocal_default_3, None, f32)
 update_scales: (f32[32, 16], f32[2, 32], i32[2, 32]) = update_scales(primals_5, primals_6, primals_7, primals_8,
     57344.0, 0, max, 1)
 record_amaxes: f32[32] = record_amaxes(primals_5, update_scales[1], [quantize_delayed[3]], [0], False,
