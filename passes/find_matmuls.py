@@ -283,7 +283,8 @@ def _backward_roles(
     if forward is not None:
         role = (forward.left if root_of(other) is forward.left.root else forward.right).role
     else:
-        role = Role.WEIGHT if values[other].origin.is_weight else Role.INPUT
+        origin = values[other].origin  # a buffer has no gradient of its own: what is multiplied by one is the input's
+        role = Role.WEIGHT if origin.is_weight or origin in (Origin.BUFFER, Origin.CONSTANT) else Role.INPUT
     gemm: Gemm = "grad_input" if role is Role.WEIGHT else "grad_weight"
     return gemm, (Role.GRAD_OUTPUT, role) if grad_is_left else (role, Role.GRAD_OUTPUT)
 

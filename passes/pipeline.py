@@ -21,6 +21,7 @@ from .fuse_delayed_quantizes import FuseDelayedQuantizes
 from .graph_pass import GraphPass
 from .lower_quantizes import LowerQuantizes
 from .lower_scaled_mm_cpu import LowerScaledMmForCpu
+from .multiply_packed import MultiplyPacked
 from .relayout_bytes import RelayoutBytes
 from .rewrite_matmuls import RewriteMatmuls
 from .row import Row
@@ -87,7 +88,8 @@ class Pipeline(CustomGraphPass):
 
 
 class JointPipeline(Pipeline):
-    """find matmuls, decide, rewrite -> share quantizes -> delay scales -> lower quantizes -> lower for the target."""
+    """multiply packed weights, where there are any -> find matmuls, decide, rewrite -> share quantizes -> delay scales
+    -> lower quantizes -> lower for the target."""
 
     def __init__(
         self,
@@ -99,6 +101,7 @@ class JointPipeline(Pipeline):
         delay: DelayScales | None = None,
         strict: bool = True,
     ) -> None:
+        self.packed = MultiplyPacked(names)
         self.rewrite = RewriteMatmuls(rules, names, strict=strict)
         self.ran = False
         passes: list[GraphPass] = [self.rewrite, ShareQuantizes(), *([delay] if delay else []), LowerQuantizes()]
@@ -108,10 +111,12 @@ class JointPipeline(Pipeline):
 
     @property
     def rows(self) -> list[Row]:
-        return self.rewrite.rows
+        return [*self.packed.rows, *self.rewrite.rows]
 
     def __call__(self, graph: fx.Graph) -> None:
         self.ran = True
+        if self.packed not in self.passes and self.packed.applies(graph):
+            self.passes.insert(0, self.packed)
         super().__call__(graph)
 
     def phase(self, graph: fx.Graph) -> str:

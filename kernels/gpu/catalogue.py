@@ -14,6 +14,7 @@ from triton.runtime.jit import JITFunction
 
 from . import (
     ahead_of_time,
+    nvfp4_matmul,
     nvfp4_pack,
     quantize_amax,
     quantize_blocks,
@@ -100,10 +101,23 @@ def _stochastic_rounding() -> Entry:
     return Entry(kernel, types | {"seed": "i64"}, constants, num_warps, fp8_conversions=False)
 
 
-def _nvfp4_pack() -> Entry:
+def _nvfp4_pack(swizzled: bool) -> Entry:
     types = {"x_ptr": "*bf16", "global_scale_ptr": "*fp32", "codes_ptr": "*u8", "block_scales_ptr": "*fp8e4nv"}
     constants = {"SMALLEST": nvfp4_pack.SMALLEST, "BLOCK": nvfp4_pack.BLOCK, "SIZE": nvfp4_pack.SIZE}
-    return Entry(nvfp4_pack.nvfp4_pack_kernel, types | {"blocks": "i32"}, constants, nvfp4_pack.NUM_WARPS)
+    counts = {"blocks": "i32", "per_row": "i32"}
+    constants["SWIZZLED"] = swizzled
+    return Entry(nvfp4_pack.nvfp4_pack_kernel, types | counts, constants, nvfp4_pack.NUM_WARPS)
+
+
+def _nvfp4_matmul(rows: int) -> Entry:
+    types = {"x_ptr": "*bf16", "codes_ptr": "*u8", "block_scales_ptr": "*fp8e4nv", "global_scale_ptr": "*fp32"}
+    types |= {"bias_ptr": "*bf16", "y_ptr": "*bf16"}
+    types |= dict.fromkeys(("rows", "cols", "inner", "per_row", "row_stride"), "i32")
+    height, width = nvfp4_matmul.tile(rows)
+    blocks = {"BLOCK_M": height, "BLOCK_N": width, "BLOCK_K": nvfp4_matmul.BLOCK_K}
+    constants = {"HAS_BIAS": True, "TWICE": nvfp4_matmul.TWICE, **blocks}
+    kernel, num_warps = nvfp4_matmul.nvfp4_matmul_kernel, nvfp4_matmul.NUM_WARPS
+    return Entry(kernel, types, constants, num_warps, fp8_conversions=False)
 
 
 def _update_scales() -> Entry:
@@ -125,6 +139,13 @@ CATALOGUE: dict[str, Callable[[], Entry]] = {
     "row_column_amax": _row_column_amax,
     "cast_rows_columns": _cast_rows_columns,
     "stochastic_rounding": _stochastic_rounding,
-    "nvfp4_pack": _nvfp4_pack,
+    "nvfp4_pack": lambda: _nvfp4_pack(swizzled=False),
     "update_scales": _update_scales,
+}
+
+# Kernels that do more than stream a tensor: what holds for the code of the others need not hold for theirs.
+PRODUCTS: dict[str, Callable[[], Entry]] = {
+    "nvfp4_pack, swizzled": lambda: _nvfp4_pack(swizzled=True),
+    "nvfp4_matmul, 1 row": lambda: _nvfp4_matmul(1),
+    "nvfp4_matmul, 64 rows": lambda: _nvfp4_matmul(64),
 }

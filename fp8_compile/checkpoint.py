@@ -1,0 +1,195 @@
+"""Save packed models as other tools read them, and read theirs.
+
+folder/config.json                       the model's own, with "quantization_config"
+folder/model.safetensors                 or model-00001-of-00002.safetensors, ... and model.safetensors.index.json
+folder/hf_quant_config.json              layout="modelopt"
+folder/model.gguf                        layout="gguf"
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pathlib
+from typing import Any, Mapping
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from fp8_compile.kernels.nvfp4.quantize import quantize_nvfp4
+from fp8_compile.kernels.nvfp4.weight import NVFP4Weight
+
+from . import checkpoint_layouts as layouts
+from .linear_layers import fused_groups, linear_layers, unwrapped
+from .packed_linear import FP8Linear, NVFP4Linear, PackedLinear
+from .whole_files import write_json, write_safetensors
+
+log = logging.getLogger("fp8_compile")
+LAYOUTS = (*layouts.LAYOUTS, "gguf")
+SHARD_BYTES = 5_000_000_000
+
+
+def save_checkpoint(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    layout: str = "compressed-tensors",
+    *,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write a packed model to a folder. Layers that servers fuse (q/k/v, gate/up) share a global scale in it."""
+    root, folder = unwrapped(model), pathlib.Path(folder)
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout={layout!r} is unknown; expected one of: {', '.join(LAYOUTS)}")
+    packed = {name: one for name, one in root.named_modules() if isinstance(one, PackedLinear)}
+    if not packed:
+        raise ValueError(
+            "save_checkpoint expects a packed model, this one has no packed layer; fp8_compile.pack it first"
+        )
+    weights = {name: one.nvfp4 for name, one in packed.items() if isinstance(one, NVFP4Linear)}
+    _share_global_scales(weights)
+    others = {name: tensor for name, tensor in root.state_dict().items() if not _is_packed(name, packed)}
+    if layout == "gguf":
+        from .gguf_checkpoint import write_gguf
+
+        write_gguf(root, folder / "model.gguf", packed, weights, others)
+        return
+    tensors = _without_twins(others)
+    for name, layer in packed.items():
+        if isinstance(layer, FP8Linear):
+            tensors |= layouts.fp8_tensors(name, layer.codes, layer.scales, layout)
+        else:
+            tensors |= layouts.nvfp4_tensors(name, weights[name], layout)
+    _write_shards(folder, tensors, shard_bytes)
+    ignore = [name for name in linear_layers(root) if name not in packed]
+    format = "nvfp4" if weights else "fp8"
+    if weights and len(weights) < len(packed):
+        raise ValueError("the model has NVFP4 and FP8 layers; one checkpoint holds one format, pack it in one")
+    if layout == "modelopt":
+        write_json(folder / "hf_quant_config.json", layouts.modelopt_file(ignore))
+    config = _own_config(root) | {"quantization_config": layouts.quantization_config(layout, format, ignore)}
+    write_json(folder / "config.json", config)  # last: a folder without it is not a checkpoint
+
+
+def load_checkpoint(
+    model: nn.Module, folder: str | os.PathLike[str], *, activations: str | None = None, strict: bool = True
+) -> nn.Module:
+    """Load an NVFP4 or FP8 checkpoint, ours or another tool's, into a model of the same architecture, in place.
+
+    Layers that are packed in the checkpoint become packed layers; all other tensors are loaded as they are.
+    """
+    root, folder = unwrapped(model), pathlib.Path(folder)
+    tensors = read_tensors(folder)
+    found = layouts.packed_layers(tensors)
+    modules = dict(root.named_modules())
+    unknown = [name for name in found if name not in modules]
+    if unknown:
+        raise ValueError(
+            f"{folder}: the checkpoint packs {', '.join(unknown[:4])}{', ...' if len(unknown) > 4 else ''}, which the "
+            "model does not have; load it into the architecture it was saved from"
+        )
+    used: set[str] = set()
+    for name, layout in found.items():
+        layer = modules[name]
+        dtype = layer.dtype if isinstance(layer, PackedLinear) else layer.weight.dtype
+        device = next(iter([*layer.parameters(), *layer.buffers()])).device
+        names = [f"{name}.{part}" for part in _PARTS[layout]]
+        used.update(names, (f"{name}.input_scale", f"{name}.input_global_scale"))
+        if layout == "fp8":
+            codes, scales = (tensors[one].to(device) for one in names)
+            FP8Linear.convert(layer, codes, scales.to(torch.float32).reshape(-1), dtype)
+        else:
+            NVFP4Linear.convert(layer, layouts.nvfp4_from(name, tensors, layout).to(device), dtype, activations)
+    rest = {name: tensor for name, tensor in tensors.items() if name not in used}
+    missing, unexpected = root.load_state_dict(rest, strict=False)
+    inside = tuple(f"{name}.{part}" for name in found for part in ("codes", "block_scales", "global_scale", "scales"))
+    missing = [name for name in missing if name not in inside and not _is_tied(root, name, rest)]
+    if strict and (missing or unexpected):
+        raise ValueError(f"{folder}: tensors missing: {missing or 'none'}; not of this model: {unexpected or 'none'}")
+    return model
+
+
+_PARTS = {
+    "compressed-tensors": ("weight_packed", "weight_scale", "weight_global_scale"),
+    "modelopt": ("weight", "weight_scale", "weight_scale_2"),
+    "fp8": ("weight", "weight_scale"),
+}
+
+
+def read_tensors(folder: pathlib.Path) -> dict[str, Tensor]:
+    """All tensors of a folder's safetensors files."""
+    files = shard_files(folder)
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        with safe_open(file, "pt") as opened:
+            tensors.update({name: opened.get_tensor(name) for name in opened.keys()})  # noqa: SIM118
+    return tensors
+
+
+def shard_files(folder: pathlib.Path) -> list[pathlib.Path]:
+    """The safetensors files of a checkpoint, as its index lists them; one that is missing is an error."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    else:
+        names = sorted(file.name for file in folder.glob("*.safetensors"))
+    missing = [name for name in names if not (folder / name).exists()]
+    if missing or not names:
+        raise ValueError(f"{folder} has no {', '.join(missing) or 'safetensors files'}; expected a whole checkpoint")
+    return [folder / name for name in names]
+
+
+def _share_global_scales(weights: dict[str, NVFP4Weight]) -> None:
+    for group in fused_groups(weights):
+        scales = [weights[name].global_scale for name in group]
+        if all(torch.equal(scale, scales[0]) for scale in scales):
+            continue
+        shared = torch.stack([scale.cpu() for scale in scales]).amax()
+        log.warning("%s: given one global scale, their block scales searched anew", ", ".join(group))
+        for name in group:
+            weights[name] = quantize_nvfp4(weights[name].dequantize(), "sweep", global_scale=shared, name=name)
+
+
+def _is_packed(name: str, packed: Mapping[str, PackedLinear]) -> bool:
+    layer, _, part = name.rpartition(".")
+    return layer in packed and part in packed[layer].packed
+
+
+def _without_twins(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """One name for tensors that are tied, the first: as transformers saves them."""
+    seen: dict[Any, str] = {}
+    return {
+        name: tensor
+        for name, tensor in tensors.items()
+        if not tensor.numel()
+        or seen.setdefault((tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()), name) == name
+    }
+
+
+def _is_tied(root: nn.Module, name: str, given: Mapping[str, Tensor]) -> bool:
+    """Whether a tensor that the checkpoint lacks is one that it has, under another name."""
+    tensors = dict(root.state_dict(keep_vars=True))
+    return any(tensors[other] is tensors[name] for other in given if other in tensors and other != name)
+
+
+def _write_shards(folder: pathlib.Path, tensors: dict[str, Tensor], shard_bytes: int) -> None:
+    shards: list[dict[str, Tensor]] = [{}]
+    for name, tensor in tensors.items():
+        if shards[-1] and sum(one.nbytes for one in shards[-1].values()) + tensor.nbytes > shard_bytes:
+            shards.append({})
+        shards[-1][name] = tensor
+    if len(shards) == 1:
+        write_safetensors(folder / "model.safetensors", shards[0])
+        return
+    names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
+    for name, shard in zip(names, shards):
+        write_safetensors(folder / name, shard)
+    where = {tensor: name for name, shard in zip(names, shards) for tensor in shard}
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": where})
+
+
+def _own_config(root: nn.Module) -> dict[str, Any]:
+    config = getattr(root, "config", None)
+    return json.loads(config.to_json_string(use_diff=False)) if hasattr(config, "to_json_string") else {}

@@ -1,0 +1,137 @@
+"""How other tools store a packed weight: names, conventions, configuration.
+
+    compressed-tensors   X.weight_packed, X.weight_scale, X.weight_global_scale = 1 / global     vLLM, transformers
+    modelopt             X.weight,        X.weight_scale, X.weight_scale_2      = global         vLLM, TensorRT-LLM,
+    SGLang
+
+Codes (uint8 [N, K/2]) and block scales (e4m3 [N, K/16]) are the same bytes in both. Weights alone are quantized:
+NVFP4A16 in compressed-tensors' words, W4A16_NVFP4 in modelopt's. FP8 weights go to compressed-tensors only: X.weight
+e4m3 [N, K], X.weight_scale fp32 [N, 1].
+"""
+
+from __future__ import annotations
+
+from typing import Any, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from fp8_compile.kernels.nvfp4.weight import NVFP4Weight
+
+LAYOUTS = ("compressed-tensors", "modelopt")
+
+
+def nvfp4_tensors(name: str, weight: NVFP4Weight, layout: str) -> dict[str, Tensor]:
+    """The tensors that stand for one layer's weight."""
+    _check_storable(name, weight)
+    if layout == "modelopt":
+        return {
+            f"{name}.weight": weight.codes,
+            f"{name}.weight_scale": weight.block_scales,
+            f"{name}.weight_scale_2": weight.global_scale.reshape(()),
+        }
+    return {
+        f"{name}.weight_packed": weight.codes,
+        f"{name}.weight_scale": weight.block_scales,
+        f"{name}.weight_global_scale": weight.global_scale.reciprocal().reshape(1),
+    }
+
+
+def nvfp4_described(name: str, shape: Sequence[int], layout: str) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Dtypes and shapes of ``nvfp4_tensors``, before they are computed."""
+    n, k = shape
+    codes, scales = (torch.uint8, (n, k // 2)), (torch.float8_e4m3fn, (n, k // 16))
+    if layout == "modelopt":
+        parts = {"weight": codes, "weight_scale": scales, "weight_scale_2": (torch.float32, ())}
+    else:
+        parts = {"weight_packed": codes, "weight_scale": scales, "weight_global_scale": (torch.float32, (1,))}
+    return {f"{name}.{part}": what for part, what in parts.items()}  # type: ignore[misc]
+
+
+def fp8_tensors(name: str, codes: Tensor, scales: Tensor, layout: str) -> dict[str, Tensor]:
+    if layout != "compressed-tensors":
+        raise ValueError(
+            f"{name}: FP8 weights with a scale a row are stored by layout='compressed-tensors', got {layout!r}"
+        )
+    return {f"{name}.weight": codes, f"{name}.weight_scale": scales[:, None]}
+
+
+def packed_layers(names: Mapping[str, Any]) -> dict[str, str]:
+    """Layers with packed weights among a checkpoint's tensors, by the layout they are in; "fp8" is one too."""
+    found = {}
+    for key in names:
+        layer, _, part = key.rpartition(".")
+        if part == "weight_packed":
+            found[layer] = "compressed-tensors"
+        elif part == "weight_scale_2":
+            found[layer] = "modelopt"
+        elif part == "weight_scale" and {f"{layer}.weight_packed", f"{layer}.weight_scale_2"}.isdisjoint(names):
+            found[layer] = "fp8"
+    return found
+
+
+def nvfp4_from(name: str, tensors: Mapping[str, Tensor], layout: str) -> NVFP4Weight:
+    """One layer's weight out of a checkpoint's tensors."""
+    if layout == "modelopt":
+        codes, scales, scale = (tensors[f"{name}.{part}"] for part in ("weight", "weight_scale", "weight_scale_2"))
+        global_scale = scale.to(torch.float32).reshape(-1)
+    else:
+        parts = ("weight_packed", "weight_scale", "weight_global_scale")
+        codes, scales, scale = (tensors[f"{name}.{part}"] for part in parts)
+        global_scale = scale.to(torch.float32).reshape(-1).reciprocal()
+    if codes.dtype != torch.uint8 or scales.shape != (codes.shape[0], codes.shape[1] // 8) or global_scale.numel() != 1:
+        raise ValueError(
+            f"{name}: expected NVFP4 with blocks of 16, codes uint8 [N, K/2] and scales [N, K/16], got {codes.dtype} "
+            f"{tuple(codes.shape)} and {tuple(scales.shape)}, global scale {tuple(scale.shape)}"
+        )
+    return NVFP4Weight(codes, scales.to(torch.float8_e4m3fn), global_scale.reshape(()), 2 * codes.shape[1])
+
+
+def quantization_config(layout: str, format: str, ignore: Sequence[str]) -> dict[str, Any]:
+    """What goes into ``config.json`` under "quantization_config"."""
+    if layout == "modelopt":
+        return {
+            "quant_method": "modelopt",
+            "quant_algo": "W4A16_NVFP4",
+            "group_size": 16,
+            "kv_cache_scheme": None,
+            "ignore": list(ignore),
+            "producer": {"name": "fp8_compile"},
+        }
+    weights: dict[str, Any] = {"type": "float", "symmetric": True, "dynamic": False}
+    if format == "nvfp4":
+        weights |= {"num_bits": 4, "strategy": "tensor_group", "group_size": 16}
+        weights |= {"scale_dtype": "torch.float8_e4m3fn", "zp_dtype": "torch.float8_e4m3fn"}
+    else:
+        weights |= {"num_bits": 8, "strategy": "channel"}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    stored = "nvfp4-pack-quantized" if format == "nvfp4" else "float-quantized"
+    return {
+        "quant_method": "compressed-tensors",
+        "format": stored,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {**group, "format": stored}},
+        "ignore": list(ignore),
+        "kv_cache_scheme": None,
+    }
+
+
+def modelopt_file(ignore: Sequence[str]) -> dict[str, Any]:
+    """``hf_quant_config.json``, by which servers know modelopt's checkpoints."""
+    return {
+        "producer": {"name": "fp8_compile"},
+        "quantization": {
+            "quant_algo": "W4A16_NVFP4",
+            "kv_cache_quant_algo": None,
+            "group_size": 16,
+            "exclude_modules": list(ignore),
+        },
+    }
+
+
+def _check_storable(name: str, weight: NVFP4Weight) -> None:
+    if weight.columns % 16 or weight.block_size != 16:
+        raise ValueError(
+            f"{name}: checkpoints hold NVFP4 in blocks of 16 with K a multiple of 16, got K={weight.columns} in blocks "
+            f"of {weight.block_size}; exclude the layer from packing, or pack with block_size=16"
+        )

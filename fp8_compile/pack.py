@@ -1,0 +1,259 @@
+"""Pack a model's linear weights in place: NVFP4, or FP8."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Sequence
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from fp8_compile.kernels import fp8_weight
+from fp8_compile.kernels.nvfp4.ops import ACTIVATIONS
+from fp8_compile.kernels.nvfp4.quantize import METHODS, NEED_HESSIAN, check_method, own_global_scale, quantize_nvfp4
+
+from .calibrate import run_batch
+from .calibration import Calibration
+from .linear_layers import fused_groups, linear_layers, reason_against_packing, unwrapped, weight_of
+from .module_names import Selection
+from .pack_report import PackReport, PackRow
+from .packed_linear import FP8Linear, NVFP4Linear, PackedLinear
+
+log = logging.getLogger("fp8_compile")
+FORMATS = ("nvfp4", "fp8")
+
+
+def pack(
+    model: nn.Module,
+    format: str = "nvfp4",
+    method: str | None = None,
+    calibration: Calibration | None = None,
+    exclude: Sequence[str] = (),
+    activations: str | None = None,
+    *,
+    include: Sequence[str] = ("*",),
+    block_size: int = 16,
+    sequential: bool | None = None,
+    progress: bool = True,
+    **options: Any,
+) -> PackReport:
+    """Replace the weights of linear layers by packed ones, in place; the report says what became of each.
+
+    ``method`` is one of ``quantize_nvfp4``'s, by default "gptq" with a calibration and "sweep" without; ``options``
+    are that method's. ``exclude`` and ``include`` are globs on dotted names; output heads are left alone unless
+    ``include`` names them. ``activations``: None keeps inputs exact; "int8" rounds them by blocks of 16 as they come,
+    for the fastest CPU kernels; "nvfp4" for the tensor cores of sm_100.
+
+    ``sequential``: layers are packed in the order in which they run, each by what its inputs are now that the layers
+    before it are packed. That needs the calibration's batches a second time: it is the default where they are a list.
+    Its cost is one pass over the batches, as far as the layer, for every group of layers that share an input.
+    """
+    root = unwrapped(model)
+    _check(format, method, activations, options)
+    if format == "fp8":
+        method = "rtn"
+    method = method or ("gptq" if calibration is not None else "sweep")
+    chosen, skipped = choose_layers(root, include, exclude)
+    if not chosen:
+        raise ValueError(
+            f"nothing to pack: {_reasons(skipped) or 'the model has no nn.Linear or Conv1D layers'}; see exclude"
+        )
+    check_method(method, calibration is not None, next(iter(chosen)))
+    packer = _Packer(root, chosen, format, method, activations, block_size, options)
+    if format == "fp8" or method not in NEED_HESSIAN:
+        for name in tqdm(chosen, desc=f"pack {method}", disable=not progress):
+            packer.pack(name, None)
+    else:
+        assert calibration is not None
+        packer.pack_calibrated(calibration, sequential, progress)
+    report = PackReport(tuple([*packer.rows, *skipped]))
+    log.info("%s", report.summary())
+    return report
+
+
+def choose_layers(
+    root: nn.Module, include: Sequence[str], exclude: Sequence[str]
+) -> tuple[dict[str, nn.Module], list[PackRow]]:
+    """The layers to pack, and a row with the reason for each other one."""
+    selection = Selection(_patterns("include", include), _patterns("exclude", exclude))
+    selection.check(
+        [name for name, _ in [*root.named_modules(), *root.named_parameters(remove_duplicate=False)] if name]
+    )
+    owners: dict[int, list[tuple[str, nn.Module]]] = {}
+    for name, module in root.named_modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                owners.setdefault(id(parameter), []).append((name, module))
+    chosen, skipped = {}, []
+    for name, layer in linear_layers(root).items():
+        reason = selection.reason_against(name, (f"{name}.weight",)) or reason_against_packing(layer)
+        if reason is None:
+            others = [other for other, module in owners[id(layer.weight)] if type(module) is not type(layer)]
+            reason = f"its weight is tied to {others[0]}" if others else None
+        if reason is None:
+            chosen[name] = layer
+        else:
+            skipped.append(PackRow(name, _shape(layer), reason=reason))
+    skipped += [
+        PackRow(name, (module.out_features, module.in_features), reason="packed already")
+        for name, module in root.named_modules()
+        if isinstance(module, PackedLinear)
+    ]
+    return chosen, skipped
+
+
+class _Packer:
+    """Packs layers one after the other."""
+
+    def __init__(
+        self,
+        root: nn.Module,
+        layers: dict[str, nn.Module],
+        format: str,
+        method: str,
+        activations: str | None,
+        block_size: int,
+        options: dict[str, Any],
+    ) -> None:
+        self.root, self.layers, self.format, self.method = root, layers, format, method
+        self.activations, self.block_size, self.options = activations, block_size, options
+        self.rows: list[PackRow] = []
+        self.done: dict[int, PackedLinear] = {}  # by id of the weight: tied layers share what it became
+        self.kept: list[Tensor] = []  # so that no id is used twice
+        self.global_scales = _shared_global_scales(layers, method) if format == "nvfp4" else {}
+
+    def pack_calibrated(self, calibration: Calibration, sequential: bool | None, progress: bool) -> None:
+        if sequential and calibration.batches is None:
+            raise ValueError(
+                "sequential=True runs the calibration's batches again, but they came from an iterator; give it a list"
+            )
+        again = calibration.batches if sequential or sequential is None else None
+        groups = [[name for name in group if name in self.layers] for group in calibration.groups()]
+        groups = [group for group in groups if group]
+        unseen = set(self.layers) - {name for group in groups for name in group}
+        if unseen:
+            raise ValueError(
+                f"{', '.join(sorted(unseen))}: no calibration batch reached it; add batches that do, or exclude it"
+            )
+        for number, group in enumerate(tqdm(groups, desc=f"pack {self.method}", disable=not progress)):
+            statistics = calibration
+            if number and again is not None:
+                statistics = Calibration()
+                layers = {name: self.layers[name] for name in group}
+                for batch in again:
+                    run_batch(self.root, batch, statistics, layers, stop=True)
+            hessian: Tensor | None = None
+            for index, name in enumerate(group):
+                if hessian is None or not statistics.shares(name, group[index - 1]):
+                    hessian = statistics.hessian(name)
+                wanted = _mean_output(self.layers[name], calibration.mean(name))
+                self.pack(name, hessian)
+                _correct_bias(self.layers[name], wanted, statistics.mean(name))
+
+    def pack(self, name: str, hessian: Tensor | None) -> None:
+        layer = self.layers[name]
+        weight, dtype = weight_of(layer), layer.weight.dtype
+        shape = tuple(weight.shape)
+        if (twin := self.done.get(id(layer.weight))) is not None:
+            _share(layer, twin)
+            self.rows.append(PackRow(name, shape, self.format, self.method, weight.nbytes, 0, reason="tied"))
+            return
+        key, before = id(layer.weight), weight.detach()
+        self.kept.append(layer.weight)
+        if self.format == "fp8":
+            FP8Linear.convert(layer, *fp8_weight.quantize(weight, name), dtype)
+        else:
+            packed = quantize_nvfp4(
+                weight,
+                self.method,
+                hessian,
+                block_size=self.block_size,
+                global_scale=self.global_scales.get(name),
+                name=name,
+                **self.options,
+            )
+            NVFP4Linear.convert(layer, packed, dtype, self.activations)
+        assert isinstance(layer, PackedLinear)
+        self.done[key] = layer
+        error = _relative_error(before, layer.dequantize(), hessian)
+        self.rows.append(PackRow(name, shape, self.format, self.method, before.nbytes, layer.memory_bytes(), error))
+        if len(self.kept) and not _is_tied(self.root, self.kept[-1]):
+            self.kept.pop()
+            self.done.pop(key)
+
+
+def _mean_output(layer: nn.Module, mean: Tensor) -> Tensor:
+    return weight_of(layer).detach().to(torch.float32) @ mean
+
+
+def _correct_bias(layer: nn.Module, wanted: Tensor, mean: Tensor) -> None:
+    """Give the output the mean that it had before anything was packed: what rounding does to all tokens alike."""
+    assert isinstance(layer, PackedLinear)
+    if layer.bias is not None:
+        with torch.no_grad():
+            layer.bias += wanted - layer.dequantize() @ mean
+
+
+def _is_tied(root: nn.Module, weight: Tensor) -> bool:
+    return any(parameter is weight for module in root.modules() for parameter in module._parameters.values())
+
+
+def _share(layer: nn.Module, twin: PackedLinear) -> None:
+    """Make a layer what its tied twin has become, on the same tensors, with its own bias."""
+    bias = layer._parameters.get("bias")
+    layer.__class__ = type(twin)
+    layer._parameters = {"bias": bias}
+    layer._buffers = dict(twin._buffers)
+    for field in ("in_features", "out_features", "dtype", "activations", "layout", "block_size"):
+        if field in vars(twin):
+            setattr(layer, field, getattr(twin, field))
+
+
+def _shared_global_scales(layers: dict[str, nn.Module], method: str) -> dict[str, Tensor]:
+    """One global scale for layers that servers fuse: the largest of theirs."""
+    shared = {}
+    for group in fused_groups(layers):
+        largest = torch.stack([own_global_scale(weight_of(layers[name]).detach(), method) for name in group]).amax()
+        if largest.isfinite():  # or the layer that is not says so itself
+            shared.update(dict.fromkeys(group, largest))
+    return shared
+
+
+def _relative_error(before: Tensor, after: Tensor, hessian: Tensor | None) -> float:
+    """|error| / |output| on the calibration's inputs; of the weight itself where there is no calibration."""
+    before = before.to(torch.float32)
+    error = after - before
+
+    def power(w: Tensor) -> Tensor:
+        return (w if hessian is None else w @ hessian).mul(w).sum()
+
+    return float((power(error).clamp(min=0) / power(before).clamp(min=1e-30)).sqrt())
+
+
+def _check(format: str, method: str | None, activations: str | None, options: dict[str, Any]) -> None:
+    if format not in FORMATS:
+        raise ValueError(f"format={format!r} is unknown; expected one of: {', '.join(FORMATS)}")
+    if activations not in ACTIVATIONS:
+        expected = ", ".join(map(repr, ACTIVATIONS))
+        raise ValueError(f"activations={activations!r} is unknown; expected one of: {expected}")
+    if format == "fp8" and (method not in (None, "rtn") or activations is not None or options):
+        raise ValueError("format='fp8' has one method, 'rtn', and exact activations; leave method and activations out")
+    if method is not None and method not in METHODS:
+        check_method(method, True, "pack")
+
+
+def _patterns(field: str, patterns: Sequence[str]) -> tuple[str, ...]:
+    patterns = (patterns,) if isinstance(patterns, str) else tuple(patterns)
+    if not all(isinstance(pattern, str) and pattern for pattern in patterns):
+        raise ValueError(f"{field} expects glob patterns on module names such as ('lm_head',), got {patterns!r}")
+    return patterns
+
+
+def _shape(layer: nn.Module) -> tuple[int, ...]:
+    weight = layer._parameters.get("weight")
+    return () if weight is None else tuple(weight_of(layer).shape)
+
+
+def _reasons(rows: list[PackRow]) -> str:
+    return "; ".join(f"{row.name}: {row.reason}" for row in rows[:4])

@@ -1,0 +1,164 @@
+"""Linear layers whose weight is packed: NVFP4, or FP8.
+
+    y = x @ dequantize(codes, scales).T + bias
+
+Ordinary modules: ``state_dict()`` holds the packed parts in the standard layout, ``load_state_dict`` takes them,
+``to`` and ``cuda`` move them (casts to another dtype leave them alone). In memory a layer on a CPU keeps its codes as
+the CPU's kernels read them, in as many bytes; ``layout`` says how they lie.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fp8_compile.kernels import fp8_weight
+from fp8_compile.kernels.nvfp4 import ops
+from fp8_compile.kernels.nvfp4.weight import NVFP4Weight
+
+
+class PackedLinear(nn.Module):
+    """A linear layer with a packed weight. ``pack`` makes them out of ``nn.Linear``, in place."""
+
+    in_features: int
+    out_features: int
+    dtype: torch.dtype  # of the weight before it was packed
+    bias: nn.Parameter | None
+    packed: tuple[str, ...] = ()  # buffers that hold the weight
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight, dequantized anew at each look: for code that reads a layer's weight."""
+        return self.dequantize(self.dtype)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        raise NotImplementedError
+
+    def memory_bytes(self) -> int:
+        """What the weight takes."""
+        return sum(getattr(self, name).nbytes for name in self.packed)
+
+    def extra_repr(self) -> str:
+        bias = self.bias is not None
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}"
+
+    def _become(self, in_features: int, out_features: int, dtype: torch.dtype, buffers: dict[str, Tensor]) -> None:
+        """Make a layer of another class, which this one has been until now, one with these buffers."""
+        self.in_features, self.out_features, self.dtype = in_features, out_features, dtype
+        self._parameters.pop("weight", None)
+        if "bias" not in self._parameters:
+            self.register_parameter("bias", None)
+        for name, value in buffers.items():
+            self.register_buffer(name, value)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLinear:
+        """Apply ``fn`` to the packed parts as bytes: it moves them, but can't cast them."""
+        buffers = {name: self._buffers.pop(name) for name in self.packed}
+        try:
+            super()._apply(fn, recurse)
+        finally:
+            self._buffers.update(buffers)
+        for name, value in buffers.items():
+            moved = fn(value.reshape(-1).view(torch.uint8))
+            self._buffers[name] = moved.view(value.dtype).reshape(value.shape)
+        if self.bias is not None and self.bias.is_floating_point():
+            self.dtype = self.bias.dtype
+        return self
+
+
+class NVFP4Linear(PackedLinear):
+    """Weight in NVFP4: codes uint8 [N, K'/2], block_scales e4m3 [N, K'/B], global_scale fp32 []; K' is K in whole
+    blocks."""
+
+    packed = ("codes", "block_scales", "global_scale")
+    codes: Tensor
+    block_scales: Tensor
+    global_scale: Tensor
+    activations: str | None
+    layout: str
+    block_size: int
+
+    @classmethod
+    def convert(cls, layer: nn.Module, weight: NVFP4Weight, dtype: torch.dtype, activations: str | None) -> None:
+        """Make an ``nn.Linear`` or Conv1D one of these: hooks, names and references to it stay."""
+        layer.__class__ = cls
+        assert isinstance(layer, NVFP4Linear)
+        layer.activations, layer.layout, layer.block_size = activations, ops.STANDARD, weight.block_size
+        parts = {"codes": weight.codes, "block_scales": weight.block_scales, "global_scale": weight.global_scale}
+        layer._become(weight.columns, weight.codes.shape[0], dtype, parts)
+        layer.use_layout(layer._best_layout())
+
+    @property
+    def nvfp4(self) -> NVFP4Weight:
+        """The weight in the standard layout."""
+        codes, block_scales = ops.to_standard(self.codes, self.block_scales, self.layout)
+        return NVFP4Weight(codes, block_scales, self.global_scale, self.in_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self._dequantized(x.dtype)
+        if self.activations is None:
+            return F.linear(x, weight, self.bias)
+        rows = ops.round_activations_op(x.reshape(-1, self.in_features), self.activations)
+        return F.linear(rows, weight, self.bias).view(*x.shape[:-1], self.out_features)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        return self._dequantized(dtype)
+
+    def _dequantized(self, dtype: torch.dtype) -> Tensor:
+        parts = self.codes, self.block_scales, self.global_scale
+        return ops.dequantize_op(*parts, self.in_features, dtype, self.layout)
+
+    def use_layout(self, layout: str) -> None:
+        """Lay the weight out anew, in place of what was there."""
+        if layout != self.layout:
+            standard = ops.to_standard(self.codes, self.block_scales, self.layout)
+            self.codes, self.block_scales = ops.from_standard(*standard, layout)
+            self.layout = layout
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, activations={self.activations}, layout={self.layout}"
+
+    def _best_layout(self) -> str:
+        if self.codes.device.type == "meta":
+            return self.layout
+        return ops.layout_for(self.codes.device, self.block_size, self.activations)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> NVFP4Linear:
+        super()._apply(fn, recurse)
+        self.use_layout(self._best_layout())
+        return self
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.layout != ops.STANDARD:
+            weight = self.nvfp4
+            destination[prefix + "codes"], destination[prefix + "block_scales"] = weight.codes, weight.block_scales
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        layout = self.layout
+        self.use_layout(ops.STANDARD)  # state_dicts are
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        self.use_layout(layout)
+
+
+class FP8Linear(PackedLinear):
+    """Weight in E4M3, a scale a row: codes e4m3 [N, K], scales fp32 [N]."""
+
+    packed = ("codes", "scales")
+    codes: Tensor
+    scales: Tensor
+
+    @classmethod
+    def convert(cls, layer: nn.Module, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> None:
+        layer.__class__ = cls
+        assert isinstance(layer, FP8Linear)
+        layer._become(codes.shape[1], codes.shape[0], dtype, {"codes": codes, "scales": scales})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.dequantize(x.dtype), self.bias)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        return fp8_weight.dequantize_op(self.codes, self.scales, dtype)

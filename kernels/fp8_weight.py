@@ -1,0 +1,48 @@
+"""Weights in FP8: E4M3, one scale a row.
+
+    scale = amax(row) / 448, 1 for a row of zeros;   q = e4m3(w / scale);   y = (x q^T) * scale + bias
+
+codes: e4m3 [N, K]; scales: fp32 [N]. The operations are those of ``kernels/nvfp4/ops.py``, for this format.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .formats import E4M3
+
+
+def quantize(w: Tensor, name: str = "weight") -> tuple[Tensor, Tensor]:
+    """Codes and scales of an [N, K] matrix."""
+    wide = w.detach().to(torch.float32)
+    amax = wide.abs().amax(1) if wide.shape[1] else wide.new_zeros(wide.shape[0])
+    if not amax.isfinite().all():
+        raise ValueError(f"{name}: weights are Inf or NaN, expected finite ones; repair them, or exclude the layer")
+    scales = torch.where(amax == 0, 1.0, (amax / E4M3.max).clamp(min=torch.finfo(torch.float32).tiny))
+    return (wide / scales[:, None]).clamp_(-E4M3.max, E4M3.max).to(E4M3.dtype), scales
+
+
+def dequantize(codes: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    return (codes.to(torch.float32) * scales[:, None]).to(dtype)
+
+
+def product(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    """FP8 values are exact in the dtype of x: only the sum rounds, and the scale multiplies what is summed."""
+    y = (x @ codes.to(x.dtype).t()).to(torch.float32) * scales
+    return (y if bias is None else y + bias).to(x.dtype)
+
+
+_library = torch.library.Library("fp8_compile", "FRAGMENT")
+_library.define("fp8_dequantize(Tensor codes, Tensor scales, ScalarType dtype) -> Tensor")
+_library.impl("fp8_dequantize", dequantize, "CompositeExplicitAutograd")
+_library.define("fp8_mm(Tensor x, Tensor codes, Tensor scales, Tensor? bias) -> Tensor")
+_library.impl("fp8_mm", product, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "fp8_compile::fp8_dequantize", lambda codes, scales, dtype: codes.new_empty(codes.shape, dtype=dtype), lib=_library
+)
+torch.library.register_fake(
+    "fp8_compile::fp8_mm", lambda x, codes, scales, bias: x.new_empty((x.shape[0], codes.shape[0])), lib=_library
+)
+dequantize_op = torch.ops.fp8_compile.fp8_dequantize.default
+mm_op = torch.ops.fp8_compile.fp8_mm.default

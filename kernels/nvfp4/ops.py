@@ -1,0 +1,158 @@
+"""Products with NVFP4 weights as operations of a graph.
+
+    nvfp4_dequantize(codes, block_scales, global_scale, columns, dtype, layout)        -> w [N, K]
+    nvfp4_round_activations(x, activations)                                            -> x as the product will see it
+    nvfp4_mm(x, codes, block_scales, global_scale, bias, activations, layout)          -> x w^T + bias, [M, N]
+
+A packed layer does ``linear(nvfp4_round_activations(x), nvfp4_dequantize(...))``; ``passes/multiply_packed.py`` makes
+one ``nvfp4_mm`` of it. They are opaque to Inductor, so that no pass folds the weight back to what it was packed from.
+
+layout: "standard", as in checkpoints; "interleaved", as the CPU's kernels read (``kernels/cpu/nvfp4.py``); "swizzled",
+block scales as the tensor cores of sm_100 read (``kernels/gpu/nvfp4_scales.py``).
+activations: None keeps x as it is; "int8" and "nvfp4" round it by blocks of 16 along K.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import rtn
+from .weight import NEAREST_RANGE, dequantize, global_scale_of
+
+STANDARD, INTERLEAVED, SWIZZLED = LAYOUTS = ("standard", "interleaved", "swizzled")
+ACTIVATIONS = (None, "int8", "nvfp4")
+
+
+def to_standard(codes: Tensor, block_scales: Tensor, layout: str) -> tuple[Tensor, Tensor]:
+    """Codes and block scales in the standard layout."""
+    if layout == INTERLEAVED:
+        from fp8_compile.kernels.cpu import nvfp4
+
+        return nvfp4.deinterleave(codes, block_scales)
+    if layout == SWIZZLED:
+        from fp8_compile.kernels.gpu import nvfp4_scales
+
+        return codes, nvfp4_scales.unswizzle(block_scales, codes.shape[0], codes.shape[1] // 8)
+    return codes, block_scales
+
+
+def from_standard(codes: Tensor, block_scales: Tensor, layout: str) -> tuple[Tensor, Tensor]:
+    """The inverse of ``to_standard``."""
+    if layout == INTERLEAVED:
+        from fp8_compile.kernels.cpu import nvfp4
+
+        return nvfp4.interleave(codes, block_scales)
+    if layout == SWIZZLED:
+        from fp8_compile.kernels.gpu import nvfp4_scales
+
+        return codes, nvfp4_scales.swizzle(block_scales)
+    return codes, block_scales
+
+
+def layout_for(device: torch.device, block_size: int, activations: str | None) -> str:
+    """The layout that the device's kernels read."""
+    if block_size != 16:
+        return STANDARD
+    if device.type == "cpu" and activations != "nvfp4":
+        return INTERLEAVED
+    if device.type == "cuda" and activations == "nvfp4" and not torch.version.hip:
+        return SWIZZLED if torch.cuda.get_device_capability(device) >= (10, 0) else STANDARD
+    return STANDARD
+
+
+def _dequantize(
+    codes: Tensor, block_scales: Tensor, global_scale: Tensor, columns: int, dtype: torch.dtype, layout: str
+) -> Tensor:
+    return dequantize(*to_standard(codes, block_scales, layout), global_scale, columns, dtype)
+
+
+def round_activations(x: Tensor, activations: str) -> Tensor:
+    """x rounded by blocks of 16 along its last dimension, in its own dtype."""
+    rows = torch.nn.functional.pad(x.reshape(-1, x.shape[-1]), (0, -x.shape[-1] % 16))
+    if activations == "int8":
+        from fp8_compile.kernels.cpu import nvfp4
+
+        q, scales = nvfp4.quantize_activations(rows)
+        rounded = q.to(torch.float32).unflatten(1, (-1, 16)).mul_(scales.unsqueeze(-1)).flatten(1)
+    else:
+        global_scale = activation_scale(rows)
+        rounded = dequantize(*rtn.quantize(rows, global_scale), global_scale, rows.shape[1])
+    return rounded[:, : x.shape[-1]].to(x.dtype).reshape(x.shape)
+
+
+def activation_scale(x: Tensor) -> Tensor:
+    """The global scale of activations in NVFP4, from the tensor itself; NaN where the tensor has Inf or NaN."""
+    amax = x.abs().amax().to(torch.float32) if x.numel() else x.new_zeros((), dtype=torch.float32)
+    return global_scale_of(amax, NEAREST_RANGE) + 0.0 * amax
+
+
+def _mm(
+    x: Tensor,
+    codes: Tensor,
+    block_scales: Tensor,
+    global_scale: Tensor,
+    bias: Tensor | None,
+    activations: str | None,
+    layout: str = STANDARD,
+) -> Tensor:
+    if x.device.type == "cpu" and layout == INTERLEAVED and x.dtype != torch.float64:
+        from fp8_compile.kernels.cpu import nvfp4
+
+        return nvfp4.matmul(x, codes, block_scales, global_scale, bias, activations)
+    if x.is_cuda:
+        from fp8_compile.kernels.gpu import nvfp4_product
+
+        return nvfp4_product.product(x, codes, block_scales, global_scale, bias, activations, layout)
+    return reference(x, codes, block_scales, global_scale, bias, activations, layout)
+
+
+def reference(
+    x: Tensor,
+    codes: Tensor,
+    block_scales: Tensor,
+    global_scale: Tensor,
+    bias: Tensor | None = None,
+    activations: str | None = None,
+    layout: str = STANDARD,
+) -> Tensor:
+    """``nvfp4_mm`` in plain PyTorch."""
+    weight = _dequantize(codes, block_scales, global_scale, x.shape[1], x.dtype, layout)
+    x = x if activations is None else round_activations(x, activations)
+    return torch.nn.functional.linear(x, weight, None if bias is None else bias.to(x.dtype))
+
+
+_library = torch.library.Library("fp8_compile", "FRAGMENT")
+
+
+def _define(schema: str, function, fake):  # type: ignore[no-untyped-def]
+    name = schema.partition("(")[0]
+    _library.define(schema)
+    _library.impl(name, function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fp8_compile::{name}", fake, lib=_library)
+    return getattr(torch.ops.fp8_compile, name).default
+
+
+dequantize_op = _define(
+    "nvfp4_dequantize(Tensor codes, Tensor block_scales, Tensor global_scale, int columns, ScalarType dtype,"
+    " str layout) -> Tensor",
+    _dequantize,
+    lambda codes, block_scales, global_scale, columns, dtype, layout: codes.new_empty(
+        (codes.shape[0], columns), dtype=dtype
+    ),
+)
+round_activations_op = _define(
+    "nvfp4_round_activations(Tensor x, str activations) -> Tensor",
+    round_activations,
+    lambda x, activations: torch.empty_like(x, memory_format=torch.contiguous_format),
+)
+mm_op = _define(
+    "nvfp4_mm(Tensor x, Tensor codes, Tensor block_scales, Tensor global_scale, Tensor? bias, str? activations,"
+    ' str layout="standard") -> Tensor',
+    _mm,
+    lambda x, codes, block_scales, global_scale, bias, activations, layout="standard": x.new_empty(
+        (x.shape[0], codes.shape[0])
+    ),
+)
+# Gradients go through the rounding as if it were not there.
+torch.library.register_autograd("fp8_compile::nvfp4_round_activations", lambda ctx, grad: (grad, None), lib=_library)
