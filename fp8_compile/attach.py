@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from .loss_scaling import LossScaling
 from .training_part import Part, Step
 
 
@@ -120,6 +121,7 @@ def attach(
     amax_reduction: str | None = None,
 ) -> Training:
     """Hook the parts that are asked for into ``optimizer.step()``."""
-    parts: list[Part] = []
+    module = getattr(model, "_orig_mod", model)
+    parts: list[Part] = [LossScaling(module, loss_scale)]
     # In this order: who raises found_inf before who reduces it over ranks; masters before who reads the new weights.
-    return Training(getattr(model, "_orig_mod", model), optimizer, parts)
+    return Training(module, optimizer, parts)

@@ -23,12 +23,14 @@ from . import delayed as delayed_state
 from .config import Config
 from .double_backward import reject_double_backward
 from .fast_paths import open_fast_paths
+from .graph_loss_scale import GraphLossScale, loss_scale_of_compilation
 from .graph_pool import GraphPool, PoolFull
 from .module_names import ModuleNames, Selection
 from .passes.decide import Rules
 from .passes.delay_scales import DelayScales
 from .passes.find_matmuls import Role
 from .passes.pipeline import JointPipeline, SplitPipeline
+from .passes.scale_loss import ScaleLoss
 from .report import Report
 from .report_cache import ReportCache
 from .shared_frames import keep_apart, keep_each_apart
@@ -106,6 +108,10 @@ def compile_graph(
         keep_apart(selection)
     rules = make_rules(config, target, selection)
     folder = config.dump or os.environ.get("FP8_COMPILE_DUMP")
+    pool = delayed_state.open_pool(gm, names, config, rules, device) if delayed else None
+    loss_scale = loss_scale_of_compilation(gm, config, strict=strict)
+    if pool and loss_scale:
+        pool.state.set_gradient_unit(loss_scale.value)
     graph = _Graph(
         gm,
         example_inputs,
@@ -114,7 +120,9 @@ def compile_graph(
         names,
         strict,
         {**(list_mode_options(mode) if mode else {}), **config.inductor},
-        delayed_state.open_pool(gm, names, config, rules, device) if delayed else None,
+        pool,
+        loss_scale,
+        device,
     )
     while True:
         try:
@@ -135,17 +143,21 @@ class _Graph:
     strict: bool
     patches: dict[str, Any]
     pool: GraphPool | None
+    loss_scale: GraphLossScale | None
+    device: torch.device
 
     def compile(
         self, inner_compile: Callable[..., Any], dump: GraphDump | None
     ) -> tuple[Callable[..., Any], Report]:
-        config, pool = self.config, self.pool
+        config, pool, loss_scale = self.config, self.pool, self.loss_scale
         looks_first = self.rules.target == "cpu"
-        state = pool.fingerprint if pool else None
+        state = pool.fingerprint if pool else None, loss_scale.wide if loss_scale else None
         key = repr((SOURCE_HASH, config.fingerprint(), self.rules.target, self.names.fingerprint(self.gm), state))
         stored = ReportCache.entry(self.gm, self.example_inputs, key)
         if pool:
             delayed_state.attach_state(self.gm, pool, stats=config.stats)
+        if loss_scale:
+            delayed_state.attach_buffers(self.gm, loss_scale.buffers(self.device))
         joint = self._joint_pipeline(stored.key, dump, look_first=looks_first)
         split = SplitPipeline(self.rules, stored.key, dump)
         compiled = self._compile_fx(joint, split, self.patches, inner_compile)
@@ -175,7 +187,10 @@ class _Graph:
         if self.pool:
             rule = delayed_state.update_rule(self.config)
             delay = DelayScales(self.pool, rule, look_first=look_first, stats=self.config.stats)
-        return JointPipeline(self.rules, self.names, key, dump, delay=delay, strict=self.strict)
+        scale_loss = ScaleLoss(self.names, wide=self.loss_scale.wide) if self.loss_scale else None
+        return JointPipeline(
+            self.rules, self.names, key, dump, delay=delay, scale_loss=scale_loss, strict=self.strict
+        )
 
     def _compile_fx(
         self,

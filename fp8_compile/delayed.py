@@ -9,10 +9,10 @@ history, the compiled code takes over.
 from __future__ import annotations
 
 import logging
-from typing import Any, Callable
+from typing import Any, Callable, Mapping
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._dynamo.source import SyntheticLocalSource
 from torch._subclasses import FakeTensor
 
@@ -45,9 +45,14 @@ def open_pool(
 
 
 def attach_state(gm: fx.GraphModule, pool: GraphPool, *, stats: bool) -> None:
-    """Make the state's tensors buffers of the graph: they reach the joint graph as placeholders with these names."""
+    """Give a graph its part of the scaling state."""
+    attach_buffers(gm, pool.buffers((*FIELDS, STATS) if stats else FIELDS))
+
+
+def attach_buffers(gm: fx.GraphModule, buffers: Mapping[str, Tensor]) -> None:
+    """Make tensors buffers of the graph: they reach the joint graph as placeholders with these names."""
     sources = getattr(gm, "_param_name_to_source", None)  # a part of a graph that was split for DDP has none
-    for name, tensor in pool.buffers((*FIELDS, STATS) if stats else FIELDS).items():
+    for name, tensor in buffers.items():
         gm.register_buffer(name, tensor)
         if sources is not None:
             sources[name] = SyntheticLocalSource(name)  # AOTAutograd wants one, and no two alike

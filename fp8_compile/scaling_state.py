@@ -17,7 +17,7 @@ from torch._dynamo.eval_frame import innermost_fn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from fp8_compile.kernels.delayed_scaling import ENTERED, QUANT
-from fp8_compile.passes.slot import Place, Slot
+from fp8_compile.passes.slot import BACKWARD, Place, Slot
 
 from .module_names import compiled_root, frame_code, modules_read
 from .scaling_page import Page
@@ -33,12 +33,25 @@ class ScalingState:
         self._model = weakref.ref(model) if model is not None else None
         self.pages: list[Page] = []
         self._waiting: dict[str, dict[str, Tensor]] = {}  # loaded, for slots that no graph has asked for yet
+        self.gradient_unit = 1.0  # the loss scale: gradients inside graphs are that many times as large
         self.epoch = 0  # goes up when histories are replaced: whoever believed that they were there looks again
 
     def settle(self) -> None:
         """Bring histories and scales up to date with the last pass."""
         for page in self.pages:
             page.settle()
+
+    def unit(self, direction: str) -> float:
+        """By how much graphs multiply the tensors whose amaxes become known in that direction."""
+        return self.gradient_unit if direction == BACKWARD else 1.0
+
+    def set_gradient_unit(self, unit: float) -> None:
+        """The loss scale has changed: bring what is known of gradients to the new unit, exactly for powers of two."""
+        if unit != self.gradient_unit:
+            self.gradient_unit = unit
+            for page in self.pages:
+                if page.kind.direction == BACKWARD:
+                    page.set_unit(unit)
 
     def slots(self) -> Iterator[tuple[Slot, Place]]:
         """Every slot and where it lies."""
@@ -81,8 +94,8 @@ class ScalingState:
         rows = []
         for slot, place in self.slots():
             page, row = self.pages[place.page], place.row
-            entered, scale = page.counts[ENTERED, row], page.scales[QUANT, row]
-            rows.append(stats_row(str(slot), page.history[row], entered, scale, page.stats[row]))
+            entered, scale = page.counts[ENTERED, row], page.scales[QUANT, row] * page.unit
+            rows.append(stats_row(str(slot), page.history[row] / page.unit, entered, scale, page.stats[row]))
         return rows
 
     def reset_stats(self) -> None:
@@ -149,6 +162,11 @@ def scaling_state(model: nn.Module | Callable[..., Any]) -> ScalingState:
         return _states[own[0]]
     newest = _newest[function.__code__]() if function.__code__ in _newest else None
     return newest or _states.setdefault(function.__code__, ScalingState())
+
+
+def states_within(model: nn.Module) -> dict[str, ScalingState]:
+    """The states of a model and of modules in it that were compiled by themselves, by their dotted names."""
+    return {name: _states[module] for name, module in model.named_modules() if module in _states}
 
 
 def state_of_compilation(gm: fx.GraphModule) -> ScalingState:

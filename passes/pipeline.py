@@ -17,6 +17,7 @@ from .call_cpu_kernels import CallCpuKernels
 from .decide import Rules
 from .delay_scales import DelayScales
 from .find_matmuls import Names, is_backward
+from .flag_overflow_in_place import FlagOverflowInPlace
 from .fuse_delayed_quantizes import FuseDelayedQuantizes
 from .graph_pass import GraphPass
 from .lower_quantizes import LowerQuantizes
@@ -24,6 +25,7 @@ from .lower_scaled_mm_cpu import LowerScaledMmForCpu
 from .relayout_bytes import RelayoutBytes
 from .rewrite_matmuls import RewriteMatmuls
 from .row import Row
+from .scale_loss import ScaleLoss
 from .share_quantizes import ShareQuantizes
 from .update_in_place import UpdateInPlace
 
@@ -87,7 +89,8 @@ class Pipeline(CustomGraphPass):
 
 
 class JointPipeline(Pipeline):
-    """find matmuls, decide, rewrite -> share quantizes -> delay scales -> lower quantizes -> lower for the target."""
+    """find matmuls, decide, rewrite -> share quantizes -> delay scales -> lower quantizes -> scale the loss -> lower for
+    the target."""
 
     def __init__(
         self,
@@ -97,11 +100,14 @@ class JointPipeline(Pipeline):
         observer: Observer | None = None,
         *,
         delay: DelayScales | None = None,
+        scale_loss: ScaleLoss | None = None,
         strict: bool = True,
     ) -> None:
         self.rewrite = RewriteMatmuls(rules, names, strict=strict)
         self.ran = False
         passes: list[GraphPass] = [self.rewrite, ShareQuantizes(), *([delay] if delay else []), LowerQuantizes()]
+        if scale_loss:
+            passes.append(scale_loss)
         if rules.target == "cpu":
             passes.append(LowerScaledMmForCpu())
         super().__init__(passes, key, observer)
@@ -122,7 +128,7 @@ class SplitPipeline(Pipeline):
     """What is better done when it is known which tensors are saved for backward."""
 
     def __init__(self, rules: Rules, key: str, observer: Observer | None = None) -> None:
-        for_target = [CallCpuKernels(), FuseDelayedQuantizes()] if rules.target == "cpu" else [RelayoutBytes()]
+        for_target = [CallCpuKernels(), FuseDelayedQuantizes()] if rules.target == "cpu" else [RelayoutBytes(), FlagOverflowInPlace()]
         super().__init__([*for_target, UpdateInPlace()], key, observer)
 
     def phase(self, graph: fx.Graph) -> str:
