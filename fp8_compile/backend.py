@@ -30,12 +30,14 @@ from .passes.decide import Rules
 from .passes.delay_scales import DelayScales
 from .passes.find_matmuls import Role
 from .passes.pipeline import JointPipeline, SplitPipeline
+from .passes.record_amaxes import RecordAmaxes
 from .passes.scale_loss import ScaleLoss
 from .report import Report
 from .report_cache import ReportCache
 from .shared_frames import keep_apart, keep_each_apart
 from .target import Target
 from .uncompiled import NO_CACHE, run_uncompiled
+from .warm_up import WarmUp
 
 if TYPE_CHECKING:
     from .dump import GraphDump
@@ -174,6 +176,8 @@ class _Graph:
         if pool and pool.places:
             if not looks_first:
                 compiled = delayed_state.LookFirst(compiled, self._compile_looking(), pool)
+            if config.warmup_steps and torch.is_grad_enabled():
+                compiled = WarmUp(compiled, self._compile_warm_up(), pool, config.warmup_steps)
             compiled = delayed_state.CountOnce(compiled, pool)
         return compiled, report
 
@@ -182,15 +186,23 @@ class _Graph:
         joint = self._joint_pipeline("uncompiled", None, look_first=True)
         return self._compile_fx(joint, None, {**self.patches, **NO_CACHE}, run_uncompiled)
 
-    def _joint_pipeline(self, key: str, dump: GraphDump | None, *, look_first: bool) -> JointPipeline:
+    def _compile_warm_up(self) -> Callable[..., Any]:
+        """The graph uncompiled and in high precision, recording amaxes."""
+        assert self.pool is not None
+        record = RecordAmaxes(self.rules, self.names, self.pool, delayed_state.update_rule(self.config))
+        joint = self._joint_pipeline("warm-up", None, look_first=True, record=record)
+        return self._compile_fx(joint, None, {**self.patches, **NO_CACHE}, run_uncompiled)
+
+    def _joint_pipeline(
+        self, key: str, dump: GraphDump | None, *, look_first: bool, record: RecordAmaxes | None = None
+    ) -> JointPipeline:
         delay = None
         if self.pool:
             rule = delayed_state.update_rule(self.config)
             delay = DelayScales(self.pool, rule, look_first=look_first, stats=self.config.stats)
         scale_loss = ScaleLoss(self.names, wide=self.loss_scale.wide) if self.loss_scale else None
-        return JointPipeline(
-            self.rules, self.names, key, dump, delay=delay, scale_loss=scale_loss, strict=self.strict
-        )
+        ours = {"delay": delay, "record": record, "scale_loss": scale_loss}
+        return JointPipeline(self.rules, self.names, key, dump, **ours, strict=self.strict)  # type: ignore[arg-type]
 
     def _compile_fx(
         self,

@@ -108,7 +108,7 @@ class CountOnce:
         self.pages = [pool.state.pages[index] for index in {place.page for place in pool.places.values()}]
 
     def __call__(self, *args: Any) -> Any:
-        if not _is_recomputation():
+        if not is_recomputation():
             return self.compiled(*args)
         kept = [(page.amaxes.clone(), page.stats.clone()) for page in self.pages]
         for page in self.pages:
@@ -121,7 +121,8 @@ class CountOnce:
                 page.stats.data.copy_(stats)
 
 
-def _is_recomputation() -> bool:
+def is_recomputation() -> bool:
+    """Whether a checkpoint computes a forward again, inside a backward."""
     in_backward = torch._C._current_graph_task_id() != -1
     return in_backward and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 

@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from torch._dynamo.eval_frame import innermost_fn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from fp8_compile.kernels.delayed_scaling import ENTERED, QUANT
+from fp8_compile.kernels.delayed_scaling import ENTERED, PASSES, QUANT
 from fp8_compile.passes.slot import BACKWARD, Place, Slot
 
 from .module_names import compiled_root, frame_code, modules_read
@@ -34,6 +34,7 @@ class ScalingState:
         self.pages: list[Page] = []
         self._waiting: dict[str, dict[str, Tensor]] = {}  # loaded, for slots that no graph has asked for yet
         self.gradient_unit = 1.0  # the loss scale: gradients inside graphs are that many times as large
+        self.steps: int | None = None  # of the optimizer; None: nobody counts them
         self.epoch = 0  # goes up when histories are replaced: whoever believed that they were there looks again
 
     def settle(self) -> None:
@@ -110,6 +111,11 @@ class ScalingState:
         for place in places:
             rows.setdefault(place.page, []).append(place.row)
         return any(bool((self.pages[page].scales[QUANT, some] == 0).any()) for page, some in rows.items())
+
+    def passes(self, places: Iterable[Place]) -> int:
+        """How many passes these slots have seen at most. Waits for the device."""
+        self.settle()
+        return max((int(self.pages[place.page].counts[PASSES, place.row]) for place in places), default=0)
 
     def start_at_one(self, places: Iterable[Place]) -> None:
         """Give slots a scale before they have a history."""

@@ -22,6 +22,7 @@ from .fuse_delayed_quantizes import FuseDelayedQuantizes
 from .graph_pass import GraphPass
 from .lower_quantizes import LowerQuantizes
 from .lower_scaled_mm_cpu import LowerScaledMmForCpu
+from .record_amaxes import RecordAmaxes
 from .relayout_bytes import RelayoutBytes
 from .rewrite_matmuls import RewriteMatmuls
 from .row import Row
@@ -100,15 +101,18 @@ class JointPipeline(Pipeline):
         observer: Observer | None = None,
         *,
         delay: DelayScales | None = None,
+        record: RecordAmaxes | None = None,
         scale_loss: ScaleLoss | None = None,
         strict: bool = True,
     ) -> None:
         self.rewrite = RewriteMatmuls(rules, names, strict=strict)
         self.ran = False
         passes: list[GraphPass] = [self.rewrite, ShareQuantizes(), *([delay] if delay else []), LowerQuantizes()]
+        if record:  # nothing is rewritten yet
+            passes = [record]
         if scale_loss:
             passes.append(scale_loss)
-        if rules.target == "cpu":
+        if rules.target == "cpu" and not record:
             passes.append(LowerScaledMmForCpu())
         super().__init__(passes, key, observer)
 

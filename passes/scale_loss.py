@@ -21,7 +21,6 @@ FACTORS, OVERFLOW = "fp8_loss_factors", "fp8_loss_overflow"  # buffers of the gr
 SCALE, INVERSE = 0, 1  # in FACTORS
 OVERFLOW_KIND = "overflow"  # meta["fp8_kind"] of what computes a gradient's largest magnitude
 IN_BACKWARD = {"partitioner_tag": "must_be_in_backward"}
-HALVES = (torch.float16, torch.bfloat16)
 VIEWS = (aten.permute.default, aten.view.default, aten.reshape.default, aten.t.default)
 
 
@@ -38,8 +37,8 @@ class ScaleLoss(GraphPass):
 
     A power of two changes exponents alone, so the result is the same bit for bit as long as nothing inside overflows
     or underflows. Where ``dx`` comes out of an FP8 gemm with one scale a tensor, the division goes into that scale.
-    ``wide``: gradients of 16-bit parameters leave in FP32, for parameters whose ``grad_dtype`` is FP32; in FP16 what
-    the loss scale has saved inside would be lost on leaving.
+    ``wide``: gradients of FP16 parameters leave in FP32, for parameters whose ``grad_dtype`` is FP32; in FP16 what the
+    loss scale has saved inside would be lost on leaving.
     """
 
     def __init__(self, names: Names, *, wide: bool = False) -> None:
@@ -96,7 +95,7 @@ class _Scaling:
             gradient = results[index]
             if not isinstance(gradient, fx.Node) or not value(gradient).is_floating_point():
                 continue
-            widens = index in wide and value(gradient).dtype in HALVES
+            widens = index in wide and value(gradient).dtype == torch.float16
             key = gradient, widens
             if key not in done:
                 done[key] = self._unscaled(gradient, widens)
