@@ -51,7 +51,7 @@ def check_compiled(given: nn.Module, module: nn.Module) -> None:
             "backend='fp8')"
         )
     in_place = any(inner._compiled_call_impl is not None for inner in module.modules())
-    if not (wrappers or in_place or was_compiled(module)):
+    if not (wrappers or in_place or was_compiled(module) or _compiled_by_lightning(module)):
         raise ValueError(
             f"{type(module).__name__} is not compiled, so there is no graph to attach to; expected "
             "model = torch.compile(model, backend='fp8') before attach(model, optimizer)"
@@ -83,6 +83,11 @@ def check_once(attached: Callable[[], bool]) -> None:
 def _wrapped_elsewhere(module: nn.Module) -> list[OptimizedModule]:
     """What ``torch.compile`` returned for a module whose user passes the plain one."""
     return [item for item in gc.get_objects() if type(item) is OptimizedModule and item._orig_mod is module]
+
+
+def _compiled_by_lightning(module: nn.Module) -> bool:
+    """Lightning takes the wrapper off and notes that there was one."""
+    return getattr(module, "_compiler_ctx", None) is not None
 
 
 def _backend_name(wrapper: OptimizedModule) -> str:

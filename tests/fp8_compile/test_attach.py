@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from byte_lm import ByteLM, batches, stdlib_text
 from torch import Tensor, nn
 from uncompiled import UncompiledBackend
 
 import fp8_compile
+from byte_lm import ByteLM, batches, stdlib_text
 from fp8_compile import Config, LossScaler, scaling_state
 
 D = 32
@@ -117,7 +117,7 @@ def test_a_closure_and_blocks_compiled_by_themselves_work_like_the_plain_loop() 
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         train = fp8_compile.attach(compiled, optimizer, loss_scale=2.0**8)
 
-        def closure() -> Tensor:
+        def closure(optimizer: Any = optimizer, compiled: Any = compiled) -> Tensor:
             optimizer.zero_grad()
             loss = compiled(x).square().mean()
             loss.backward()
