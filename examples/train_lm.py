@@ -3,8 +3,8 @@
     python examples/train_lm.py [--steps 300] [--out train_lm]
     python examples/train_lm.py --resume --steps 400            # goes on where the last run ended
 
-The three runs start from the same weights and see the same batches of the standard library's sources. FP8 and bf16 train
-a bf16 model with FP32 master weights; FP8 also has a dynamic loss scale and a short warm-up. The folder gets
+The three runs start from the same weights and see the same batches of the standard library's sources. FP8 and bf16
+train a bf16 model with FP32 master weights; FP8 also has a dynamic loss scale and a short warm-up. The folder gets
 ``checkpoint.pt`` and, with matplotlib, ``curves.png``: losses, scales, and how much was saturated.
 """
 
