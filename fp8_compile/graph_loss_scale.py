@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from typing import Callable
+from typing import Any, Callable
 
 import torch
 from torch import Tensor, fx, nn
+from torch._dynamo.convert_frame import input_codes
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from .config import Config
 from .loss_scaler import INIT_SCALE
-from .module_names import compiled_root, modules_read
+from .module_names import compiled_root, frame_code, modules_read
 from .passes.scale_loss import FACTORS, OVERFLOW
 
 
@@ -51,7 +52,8 @@ class GraphLossScale:
 _attached: weakref.WeakKeyDictionary[nn.Module, weakref.WeakMethod] = weakref.WeakKeyDictionary()
 _fixed: weakref.WeakKeyDictionary[nn.Module, GraphLossScale] = weakref.WeakKeyDictionary()  # by options alone
 _compiled: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # have code
-_unscaled: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # have code for training without a loss scale
+# Compiled for training without a loss scale: the Python code of the frames.
+_unscaled: weakref.WeakKeyDictionary[nn.Module, set[Any]] = weakref.WeakKeyDictionary()
 
 
 def offer(model: nn.Module, give: Callable[[Config], GraphLossScale | None]) -> None:
@@ -76,7 +78,8 @@ def was_compiled(model: nn.Module) -> bool:
 
 def compiled_without(model: nn.Module) -> bool:
     """Whether some of the model's code for training has no loss scale in it."""
-    return any(module in _unscaled for module in model.modules())
+    codes = {code for module in model.modules() for code in _unscaled.get(module, ())}
+    return any(code in input_codes for code in codes)  # empty after torch._dynamo.reset()
 
 
 def loss_scale_of_compilation(gm: fx.GraphModule, config: Config, *, strict: bool) -> GraphLossScale | None:
@@ -88,7 +91,8 @@ def loss_scale_of_compilation(gm: fx.GraphModule, config: Config, *, strict: boo
     scale = give(config) if give is not None else _by_options(modules, config, strict)
     _compiled.update(modules)
     if scale is None and torch.is_grad_enabled():
-        _unscaled.update(modules)
+        for module in modules:
+            _unscaled.setdefault(module, set()).add(frame_code())
     return scale
 
 

@@ -196,7 +196,12 @@ def test_a_loss_scale_that_comes_too_late_or_makes_no_sense_is_refused() -> None
     compiled(torch.randn(16, D)).sum().backward()
     with pytest.raises(ValueError, match="before the first forward, or torch._dynamo.reset"):
         fp8_compile.attach(compiled, optimizer, loss_scale=4.0)
-    fp8_compile.attach(compiled, optimizer, master_weights=True)
+    fp8_compile.attach(compiled, optimizer, master_weights=True).detach()
+    torch._dynamo.reset()
+    train = fp8_compile.attach(compiled, optimizer, loss_scale=4.0)
+    compiled(torch.full((16, D), torch.inf)).sum().backward()
+    optimizer.step()
+    assert train.skipped_steps == 1, "compiled anew, with the scale"
 
 
 def test_fp16_parameters_without_masters_are_warned_of() -> None:
