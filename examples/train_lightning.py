@@ -13,6 +13,7 @@ import itertools
 import lightning
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 import fp8_compile
 from byte_lm import ByteLM, batches, stdlib_text
@@ -47,7 +48,8 @@ def main() -> None:
         max_steps=options.steps, accelerator="auto", devices=1, logger=False, enable_checkpointing=False,
         callbacks=[callback],
     )
-    trainer.fit(torch.compile(module, backend="fp8"), list(itertools.islice(source, options.steps)))
+    data = DataLoader(list(itertools.islice(source, options.steps)), batch_size=None)  # batches as they are
+    trainer.fit(torch.compile(module, backend="fp8"), data)
     slots = len(fp8_compile.scaling_state(module).stats())
     print(f"{callback.training.steps} steps in FP8, {callback.training.skipped_steps} skipped, {slots} scaled tensors")
 
