@@ -4,7 +4,8 @@ from . import onednn as _onednn
 
 _onednn.guard()
 
-from .backend import Backend  # noqa: E402  (the guard must come before anything that could multiply matrices)
+from .attach import Training, attach  # noqa: E402  (the guard must come before anything that could multiply matrices)
+from .backend import Backend  # noqa: E402
 from .calibrate import calibrate  # noqa: E402
 from .calibration import Calibration  # noqa: E402
 from .checkpoint import load_checkpoint, save_checkpoint  # noqa: E402
@@ -12,6 +13,8 @@ from .config import Config  # noqa: E402
 from .explain import explain  # noqa: E402
 from .kernels.nvfp4.quantize import quantize_nvfp4  # noqa: E402
 from .kernels.nvfp4.weight import NVFP4Weight  # noqa: E402
+from .loss_scaler import LossScaler  # noqa: E402
+from .master_weights import MasterWeights  # noqa: E402
 from .pack import pack  # noqa: E402
 from .pack_folder import pack_folder  # noqa: E402
 from .pack_report import PackReport  # noqa: E402
@@ -24,12 +27,16 @@ __all__ = [
     "Backend",
     "Calibration",
     "Config",
+    "LossScaler",
+    "MasterWeights",
     "NVFP4Weight",
     "PackReport",
     "PackedLinear",
     "Report",
     "ScalingState",
     "Target",
+    "Training",
+    "attach",
     "calibrate",
     "explain",
     "load_checkpoint",

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Callable, Mapping, Sequence
 
 import torch
 from torch import fx
+from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch._inductor import list_mode_options
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -23,6 +24,7 @@ from . import delayed as delayed_state
 from .config import Config
 from .double_backward import reject_double_backward
 from .fast_paths import open_fast_paths
+from .graph_loss_scale import GraphLossScale, loss_scale_of_compilation
 from .graph_pool import GraphPool, PoolFull
 from .module_names import ModuleNames, Selection
 from .pass_recorder import PassRecorder
@@ -30,11 +32,14 @@ from .passes.decide import Rules
 from .passes.delay_scales import DelayScales
 from .passes.find_matmuls import Role
 from .passes.pipeline import JointPipeline, SplitPipeline
+from .passes.record_amaxes import RecordAmaxes
+from .passes.scale_loss import ScaleLoss
 from .report import Report
 from .report_cache import ReportCache
 from .shared_frames import keep_apart, keep_each_apart
 from .target import Target
 from .uncompiled import NO_CACHE, run_uncompiled
+from .warm_up import WarmUp
 
 if TYPE_CHECKING:
     from .dump import GraphDump
@@ -107,6 +112,10 @@ def compile_graph(
         keep_apart(selection)
     rules = make_rules(config, target, selection)
     folder = config.dump or os.environ.get("FP8_COMPILE_DUMP")
+    pool = delayed_state.open_pool(gm, names, config, rules, device) if delayed else None
+    loss_scale = loss_scale_of_compilation(gm, config, strict=strict)
+    if pool and loss_scale:
+        pool.state.set_gradient_unit(loss_scale.value)
     graph = _Graph(
         gm,
         example_inputs,
@@ -115,7 +124,9 @@ def compile_graph(
         names,
         strict,
         {**(list_mode_options(mode) if mode else {}), **config.inductor},
-        delayed_state.open_pool(gm, names, config, rules, device) if delayed else None,
+        pool,
+        loss_scale,
+        device,
     )
     while True:
         try:
@@ -136,17 +147,21 @@ class _Graph:
     strict: bool
     patches: dict[str, Any]
     pool: GraphPool | None
+    loss_scale: GraphLossScale | None
+    device: torch.device
 
     def compile(
         self, inner_compile: Callable[..., Any], dump: GraphDump | None
     ) -> tuple[Callable[..., Any], Report]:
-        config, pool = self.config, self.pool
+        config, pool, loss_scale = self.config, self.pool, self.loss_scale
         looks_first = self.rules.target == "cpu"
-        state = pool.fingerprint if pool else None
+        state = pool.fingerprint if pool else None, loss_scale.wide if loss_scale else None
         key = repr((SOURCE_HASH, config.fingerprint(), self.rules.target, self.names.fingerprint(self.gm), state))
         stored = ReportCache.entry(self.gm, self.example_inputs, key)
         if pool:
             delayed_state.attach_state(self.gm, pool, stats=config.stats)
+        if loss_scale:
+            delayed_state.attach_buffers(self.gm, loss_scale.buffers(self.device))
         joint = self._joint_pipeline(stored.key, dump, look_first=looks_first)
         split = SplitPipeline(self.rules, stored.key, dump)
         compiled = self._compile_fx(joint, split, self.patches, inner_compile)
@@ -163,6 +178,8 @@ class _Graph:
         if pool and pool.places:
             if not looks_first:
                 compiled = delayed_state.LookFirst(compiled, self._compile_looking(), pool)
+            if config.warmup_steps and torch.is_grad_enabled():
+                compiled = WarmUp(compiled, self._compile_warm_up(), pool, config.warmup_steps)
             recorder = PassRecorder(dump.path, pool) if dump and dump.trains and config.stats else None
             compiled = delayed_state.CountOnce(compiled, pool, recorder)
         return compiled, report
@@ -172,12 +189,23 @@ class _Graph:
         joint = self._joint_pipeline("uncompiled", None, look_first=True)
         return self._compile_fx(joint, None, {**self.patches, **NO_CACHE}, run_uncompiled)
 
-    def _joint_pipeline(self, key: str, dump: GraphDump | None, *, look_first: bool) -> JointPipeline:
+    def _compile_warm_up(self) -> Callable[..., Any]:
+        """The graph uncompiled and in high precision, recording amaxes."""
+        assert self.pool is not None
+        record = RecordAmaxes(self.rules, self.names, self.pool, delayed_state.update_rule(self.config))
+        joint = self._joint_pipeline("warm-up", None, look_first=True, record=record)
+        return self._compile_fx(joint, None, {**self.patches, **NO_CACHE}, run_uncompiled)
+
+    def _joint_pipeline(
+        self, key: str, dump: GraphDump | None, *, look_first: bool, record: RecordAmaxes | None = None
+    ) -> JointPipeline:
         delay = None
         if self.pool:
             rule = delayed_state.update_rule(self.config)
             delay = DelayScales(self.pool, rule, look_first=look_first, stats=self.config.stats)
-        return JointPipeline(self.rules, self.names, key, dump, delay=delay, strict=self.strict)
+        scale_loss = ScaleLoss(self.names, wide=self.loss_scale.wide) if self.loss_scale else None
+        ours = {"delay": delay, "record": record, "scale_loss": scale_loss}
+        return JointPipeline(self.rules, self.names, key, dump, **ours, strict=self.strict)  # type: ignore[arg-type]
 
     def _compile_fx(
         self,
@@ -189,7 +217,10 @@ class _Graph:
         ours = {"joint_custom_pre_pass": joint, **({"post_grad_custom_pre_pass": split} if split else {})}
         ours = {field: _with_users(field, one, patches) for field, one in ours.items()}
         inputs = list(self.example_inputs)
-        return compile_fx(self.gm, inputs, inner_compile=inner_compile, config_patches={**patches, **ours})
+        # A warm-up's first FP8 pass comes later: nothing may be left to compile then, as backward of dynamic shapes is.
+        whole = self.config.warmup_steps > 0 or functorch_config.force_non_lazy_backward_lowering
+        with functorch_config.patch(force_non_lazy_backward_lowering=whole):
+            return compile_fx(self.gm, inputs, inner_compile=inner_compile, config_patches={**patches, **ours})
 
 
 def make_rules(config: Config, target: Target, selection: Selection) -> Rules:

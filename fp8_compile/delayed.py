@@ -9,10 +9,10 @@ history, the compiled code takes over.
 from __future__ import annotations
 
 import logging
-from typing import Any, Callable
+from typing import Any, Callable, Mapping
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._dynamo.source import SyntheticLocalSource
 from torch._subclasses import FakeTensor
 
@@ -46,9 +46,14 @@ def open_pool(
 
 
 def attach_state(gm: fx.GraphModule, pool: GraphPool, *, stats: bool) -> None:
-    """Make the state's tensors buffers of the graph: they reach the joint graph as placeholders with these names."""
+    """Give a graph its part of the scaling state."""
+    attach_buffers(gm, pool.buffers((*FIELDS, STATS) if stats else FIELDS))
+
+
+def attach_buffers(gm: fx.GraphModule, buffers: Mapping[str, Tensor]) -> None:
+    """Make tensors buffers of the graph: they reach the joint graph as placeholders with these names."""
     sources = getattr(gm, "_param_name_to_source", None)  # a part of a graph that was split for DDP has none
-    for name, tensor in pool.buffers((*FIELDS, STATS) if stats else FIELDS).items():
+    for name, tensor in buffers.items():
         gm.register_buffer(name, tensor)
         if sources is not None:
             sources[name] = SyntheticLocalSource(name)  # AOTAutograd wants one, and no two alike
@@ -106,7 +111,7 @@ class CountOnce:
         self.pages = [pool.state.pages[index] for index in {place.page for place in pool.places.values()}]
 
     def __call__(self, *args: Any) -> Any:
-        if not _is_recomputation():
+        if not is_recomputation():
             if self.recorder is not None:
                 self.recorder.begin_pass()
             return self.compiled(*args)
@@ -121,7 +126,8 @@ class CountOnce:
                 page.stats.data.copy_(stats)
 
 
-def _is_recomputation() -> bool:
+def is_recomputation() -> bool:
+    """Whether a checkpoint computes a forward again, inside a backward."""
     in_backward = torch._C._current_graph_task_id() != -1
     return in_backward and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 

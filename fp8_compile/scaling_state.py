@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import re
 import weakref
-from typing import Any, Callable, Iterable, Iterator, Mapping
+from typing import Any, Callable, Iterable, Iterator, Mapping, Protocol
 
 import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.eval_frame import innermost_fn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from fp8_compile.kernels.delayed_scaling import ENTERED, QUANT
-from fp8_compile.passes.slot import Place, Slot
+from fp8_compile.kernels.delayed_scaling import ENTERED, PASSES, QUANT
+from fp8_compile.passes.find_matmuls import Role
+from fp8_compile.passes.slot import BACKWARD, Place, Slot
 
 from .module_names import compiled_root, frame_code, modules_read
 from .pass_recorder import PassRecorder
@@ -25,6 +26,14 @@ from .scaling_page import Page
 from .scaling_stats import StatsRow, StatsTable, stats_row
 
 SAVED = ("scale", "amax_history", "counts", "largest")
+
+
+class Calibration(Protocol):
+    """What :meth:`ScalingState.prime` asks of ``fp8_compile.calibrate``'s result."""
+
+    def amax(self, name: str) -> float | Tensor:
+        """The largest magnitude that a module's input had; KeyError for one that was not looked at."""
+        ...
 
 
 class ScalingState:
@@ -35,12 +44,27 @@ class ScalingState:
         self.pages: list[Page] = []
         self._waiting: dict[str, dict[str, Tensor]] = {}  # loaded, for slots that no graph has asked for yet
         self.recorders: list[PassRecorder] = []  # of graphs that are dumped with stats
+        self._calibration: Calibration | None = None
+        self.gradient_unit = 1.0  # the loss scale: gradients inside graphs are that many times as large
+        self.steps: int | None = None  # of the optimizer; None: nobody counts them
         self.epoch = 0  # goes up when histories are replaced: whoever believed that they were there looks again
 
     def settle(self) -> None:
         """Bring histories and scales up to date with the last pass."""
         for page in self.pages:
             page.settle()
+
+    def unit(self, direction: str) -> float:
+        """By how much graphs multiply the tensors whose amaxes become known in that direction."""
+        return self.gradient_unit if direction == BACKWARD else 1.0
+
+    def set_gradient_unit(self, unit: float) -> None:
+        """The loss scale has changed: bring what is known of gradients to the new unit, exactly for powers of two."""
+        if unit != self.gradient_unit:
+            self.gradient_unit = unit
+            for page in self.pages:
+                if page.kind.direction == BACKWARD:
+                    page.set_unit(unit)
 
     def slots(self) -> Iterator[tuple[Slot, Place]]:
         """Every slot and where it lies."""
@@ -66,12 +90,35 @@ class ScalingState:
         self._waiting = {slot: row for slot, row in rows.items() if slot not in places}
         self.epoch += 1
 
+    def prime(self, calibration: Calibration) -> None:
+        """Let inputs begin with the amaxes of a calibration, as if a pass had seen them: of slots that are there, and
+        of those that graphs will ask for."""
+        self._calibration = calibration
+        inputs = [(slot, place) for slot, place in self.slots() if slot.role is Role.INPUT]
+        primed = [self._prime(slot, self.pages[place.page], place.row) for slot, place in inputs]
+        if inputs and not any(primed):
+            names = ", ".join(sorted({slot.module for slot, _ in inputs})[:5])
+            raise ValueError(
+                f"the calibration knows none of the model's quantized inputs ({names}); expected one of the same model"
+            )
+
+    def _prime(self, slot: Slot, page: Page, row: int) -> bool:
+        if self._calibration is None or slot.role is not Role.INPUT:
+            return False
+        try:
+            amax = float(self._calibration.amax(slot.module))
+        except KeyError:  # not a module that was calibrated: a matmul outside any layer
+            return False
+        page.amaxes.data[row] = max(float(page.amaxes[row]), amax)
+        return True
+
     def reset(self) -> None:
         """Forget all histories, as when weights or data are replaced by very different ones: the next pass takes each
         tensor's scale from the tensor itself, as the first one did."""
         for page in self.pages:
             page.clear()
         self._waiting.clear()
+        self._calibration = None
         self.epoch += 1
 
     def stats(self) -> StatsTable:
@@ -83,8 +130,8 @@ class ScalingState:
         rows = []
         for slot, place in self.slots():
             page, row = self.pages[place.page], place.row
-            entered, scale = page.counts[ENTERED, row], page.scales[QUANT, row]
-            rows.append(stats_row(str(slot), page.history[row], entered, scale, page.stats[row]))
+            entered, scale = page.counts[ENTERED, row], page.scales[QUANT, row] * page.unit
+            rows.append(stats_row(str(slot), page.history[row] / page.unit, entered, scale, page.stats[row]))
         return rows
 
     def reset_stats(self) -> None:
@@ -109,17 +156,24 @@ class ScalingState:
             rows.setdefault(place.page, []).append(place.row)
         return any(bool((self.pages[page].scales[QUANT, some] == 0).any()) for page, some in rows.items())
 
+    def passes(self, places: Iterable[Place]) -> int:
+        """How many passes these slots have seen at most. Waits for the device."""
+        self.settle()
+        return max((int(self.pages[place.page].counts[PASSES, place.row]) for place in places), default=0)
+
     def start_at_one(self, places: Iterable[Place]) -> None:
         """Give slots a scale before they have a history."""
         for place in places:
             self.pages[place.page].scales.data[:, place.row] = 1.0
 
     def take_waiting(self, slot: Slot, page: Page, row: int) -> None:
-        """Fill a new slot with what was loaded for it before it was there."""
-        if (saved := self._waiting.get(str(slot))) is not None:
-            _check_length(str(slot), saved, page.kind.length)
-            with unset_fake_temporarily(), torch.no_grad():  # passes run on fake tensors; the state is real
+        """Fill a new slot with what was loaded for it, or calibrated, before it was there."""
+        with unset_fake_temporarily(), torch.no_grad():  # passes run on fake tensors; the state is real
+            if (saved := self._waiting.get(str(slot))) is not None:
+                _check_length(str(slot), saved, page.kind.length)
                 page.set_row(row, self._waiting.pop(str(slot)))
+            else:
+                self._prime(slot, page, row)
 
     def _check(self, rows: Mapping[str, Mapping[str, Tensor]], places: Mapping[str, Place]) -> None:
         missing = sorted(set(places) - set(rows))
@@ -160,6 +214,11 @@ def scaling_state(model: nn.Module | Callable[..., Any]) -> ScalingState:
         return _states[own[0]]
     newest = _newest[function.__code__]() if function.__code__ in _newest else None
     return newest or _states.setdefault(function.__code__, ScalingState())
+
+
+def states_within(model: nn.Module) -> dict[str, ScalingState]:
+    """The states of a model and of modules in it that were compiled by themselves, by their dotted names."""
+    return {name: _states[module] for name, module in model.named_modules() if module in _states}
 
 
 def state_of_compilation(gm: fx.GraphModule) -> ScalingState:

@@ -82,13 +82,13 @@ class DelayScales(GraphPass):
         if not state:
             return PassReport(0, "quantizes delayed")
         training = any(is_backward(node) for node in graph.nodes)
-        pages: dict[tuple[str, int], _Page] = {}
+        pages: dict[tuple[str, int], PageInGraph] = {}
         for index, node in enumerate(nodes):
             slot: Slot = node.meta["fp8_slot"]
             place = self.pool.place(slot)
             key = slot.direction, place.page
             if key not in pages:
-                pages[key] = _Page(graph, *key, state, self.rule, format_of(node.args[1]).max)  # type: ignore[arg-type]
+                pages[key] = PageInGraph(graph, *key, state, self.rule, format_of(node.args[1]).max)  # type: ignore[arg-type]
             self._replace(graph, node, index, slot, pages[key], place.row)
         saved = saved_relayouts(graph)
         for (direction, _), page in pages.items():
@@ -96,7 +96,7 @@ class DelayScales(GraphPass):
             page.finish(training or self.look_first, first_only=not training, stats=training and self.stats, made=made)
         return PassReport(len(nodes), "quantizes delayed")
 
-    def _replace(self, graph: fx.Graph, node: fx.Node, index: int, slot: Slot, page: _Page, row: int) -> None:
+    def _replace(self, graph: fx.Graph, node: fx.Node, index: int, slot: Slot, page: PageInGraph, row: int) -> None:
         """Put the formula in place of a quantize; all its nodes are marked with ``index``."""
         x, dtype, block = node.args
         delayed = Delayed(index, self.rule.margin)
@@ -128,7 +128,7 @@ class DelayScales(GraphPass):
         graph.erase_node(node)
 
 
-class _Page:
+class PageInGraph:
     """One page of the state in one graph: updated at the start, amaxes recorded at the end."""
 
     def __init__(

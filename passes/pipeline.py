@@ -17,14 +17,17 @@ from .call_cpu_kernels import CallCpuKernels
 from .decide import Rules
 from .delay_scales import DelayScales
 from .find_matmuls import Names, is_backward
+from .flag_overflow_in_place import FlagOverflowInPlace
 from .fuse_delayed_quantizes import FuseDelayedQuantizes
 from .graph_pass import GraphPass
 from .lower_quantizes import LowerQuantizes
 from .lower_scaled_mm_cpu import LowerScaledMmForCpu
 from .multiply_packed import MultiplyPacked
+from .record_amaxes import RecordAmaxes
 from .relayout_bytes import RelayoutBytes
 from .rewrite_matmuls import RewriteMatmuls
 from .row import Row
+from .scale_loss import ScaleLoss
 from .share_quantizes import ShareQuantizes
 from .update_in_place import UpdateInPlace
 
@@ -89,7 +92,7 @@ class Pipeline(CustomGraphPass):
 
 class JointPipeline(Pipeline):
     """multiply packed weights, where there are any -> find matmuls, decide, rewrite -> share quantizes -> delay scales
-    -> lower quantizes -> lower for the target."""
+    -> lower quantizes -> scale the loss -> lower for the target."""
 
     def __init__(
         self,
@@ -99,13 +102,19 @@ class JointPipeline(Pipeline):
         observer: Observer | None = None,
         *,
         delay: DelayScales | None = None,
+        record: RecordAmaxes | None = None,
+        scale_loss: ScaleLoss | None = None,
         strict: bool = True,
     ) -> None:
         self.packed = MultiplyPacked(names)
         self.rewrite = RewriteMatmuls(rules, names, strict=strict)
         self.ran = False
         passes: list[GraphPass] = [self.rewrite, ShareQuantizes(), *([delay] if delay else []), LowerQuantizes()]
-        if rules.target == "cpu":
+        if record:  # nothing is rewritten yet
+            passes = [record]
+        if scale_loss:
+            passes.append(scale_loss)
+        if rules.target == "cpu" and not record:
             passes.append(LowerScaledMmForCpu())
         super().__init__(passes, key, observer)
 
@@ -127,8 +136,8 @@ class SplitPipeline(Pipeline):
     """What is better done when it is known which tensors are saved for backward."""
 
     def __init__(self, rules: Rules, key: str, observer: Observer | None = None) -> None:
-        for_target = [CallCpuKernels(), FuseDelayedQuantizes()] if rules.target == "cpu" else [RelayoutBytes()]
-        super().__init__([*for_target, UpdateInPlace()], key, observer)
+        on_cpu, on_gpu = [CallCpuKernels(), FuseDelayedQuantizes()], [RelayoutBytes(), FlagOverflowInPlace()]
+        super().__init__([*(on_cpu if rules.target == "cpu" else on_gpu), UpdateInPlace()], key, observer)
 
     def phase(self, graph: fx.Graph) -> str:
         # Not by the nodes' tags: forward saves values, such as the mask of a relu, that were traced for backward.

@@ -27,7 +27,7 @@ from interpreted_step import (
 )
 from torch import Tensor, nn
 
-from fp8_compile import scaling_state
+from fp8_compile import graph_loss_scale, scaling_state
 from fp8_compile.kernels.delayed_scaling import ABSENT
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -282,3 +282,20 @@ def test_a_buffer_that_is_read_before_it_is_written_would_be_found() -> None:
     assert changed == 1
     actual, _ = both(dataclasses.replace(forward, source=source), forward.calls[0], LARGE_BLOCKS)
     assert actual[forward.output_names()[0]].isnan().all()
+
+
+def test_a_loss_scale_changes_no_gradient_and_the_kernels_flag_the_largest() -> None:
+    original, gradients = nn.Linear(32, 48), []
+    x = torch.randn(64, 32)
+    for options in ({}, {"loss_scale": 1024.0}):
+        torch._dynamo.reset()
+        model = deepcopy(original)
+        with compiled_for_gpu(LARGE_BLOCKS):
+            compiled = torch.compile(model, backend="fp8", options={"target": "cuda:90", **options})
+            for _ in range(2):  # the first pass looks, the second is the compiled code
+                model.zero_grad()
+                compiled(x).square().mean().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert all(map(torch.equal, *gradients))
+    (largest,) = graph_loss_scale._fixed[model].largest()
+    assert largest == max(gradient.abs().max() for gradient in gradients[1])

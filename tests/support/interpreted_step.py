@@ -306,7 +306,9 @@ class _Launched:
 
     def run(self, *args: Any, stream: int) -> None:
         kernel = self.kernel
-        names = [name for name in kernel.fn.arg_names if kernel.triton_meta["signature"][name] != "constexpr"]
+        signature = kernel.triton_meta["signature"]
+        # Of a kernel for one element Inductor makes the number a constant, and passes it all the same.
+        names = [name for name in kernel.fn.arg_names if signature[name] != "constexpr" or name.endswith("numel")]
         names += kernel.inductor_meta.get("extra_launcher_args", ())
         assert len(names) == len(args), (names, args)
         given = dict(zip(names, args))

@@ -1,0 +1,48 @@
+"""What is done around ``optimizer.step()`` comes in parts; each is an object with these methods.
+
+    inspect        the gradients are there and nothing is decided: a part may raise ``step.found_inf``
+    before_step    it is decided whether the step is skipped (``step.skipped``); the optimizer has not run
+    after_step     the optimizer has run, or would have
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Mapping
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+@dataclasses.dataclass
+class Step:
+    """One ``optimizer.step()``."""
+
+    optimizer: Optimizer
+    found_inf: Tensor | None = None  # [] fp32, above 0: a gradient is not finite. None: nobody looked
+    skipped: bool = False
+
+
+class Part:
+    """Does nothing: a part overrides what it needs. ``name`` is its key in ``Training.state_dict()``."""
+
+    name = ""
+
+    def inspect(self, step: Step) -> None:
+        """Look at the gradients; without waiting for the device."""
+
+    def before_step(self, step: Step) -> None:
+        """Prepare what the optimizer will read."""
+
+    def after_step(self, step: Step) -> None:
+        """Take over what the optimizer has written; of a skipped step, undo what led to it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain tensors and numbers; empty: nothing to save."""
+        return {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take a saved state over."""
+
+    def detach(self) -> None:
+        """Leave model and optimizer as if the part had never been there."""
