@@ -24,6 +24,7 @@ from .config import Config
 from .double_backward import reject_double_backward
 from .fast_paths import open_fast_paths
 from .graph_pool import GraphPool, PoolFull
+from .graph_weights import FreshWeights, GraphWeights, open_weights
 from .module_names import ModuleNames, Selection
 from .passes.decide import Rules
 from .passes.delay_scales import DelayScales
@@ -106,6 +107,7 @@ def compile_graph(
         keep_apart(selection)
     rules = make_rules(config, target, selection)
     folder = config.dump or os.environ.get("FP8_COMPILE_DUMP")
+    pool = delayed_state.open_pool(gm, names, config, rules, device) if delayed else None
     graph = _Graph(
         gm,
         example_inputs,
@@ -114,7 +116,8 @@ def compile_graph(
         names,
         strict,
         {**(list_mode_options(mode) if mode else {}), **config.inductor},
-        delayed_state.open_pool(gm, names, config, rules, device) if delayed else None,
+        pool,
+        open_weights(gm, example_inputs, pool, rules) if pool else None,
     )
     while True:
         try:
@@ -135,34 +138,41 @@ class _Graph:
     strict: bool
     patches: dict[str, Any]
     pool: GraphPool | None
+    weights: GraphWeights | None
 
     def compile(
         self, inner_compile: Callable[..., Any], dump: GraphDump | None
     ) -> tuple[Callable[..., Any], Report]:
-        config, pool = self.config, self.pool
+        config, pool, weights = self.config, self.pool, self.weights
         looks_first = self.rules.target == "cpu"
-        state = pool.fingerprint if pool else None
+        state = (pool.fingerprint if pool else None, weights.fingerprint if weights else None)
         key = repr((SOURCE_HASH, config.fingerprint(), self.rules.target, self.names.fingerprint(self.gm), state))
         stored = ReportCache.entry(self.gm, self.example_inputs, key)
         if pool:
-            delayed_state.attach_state(self.gm, pool, stats=config.stats)
+            delayed_state.attach_state(self.gm, pool, weights, stats=config.stats)
         joint = self._joint_pipeline(stored.key, dump, look_first=looks_first)
         split = SplitPipeline(self.rules, stored.key, dump)
         compiled = self._compile_fx(joint, split, self.patches, inner_compile)
 
         if joint.ran:
             report = Report(tuple(joint.rows), config.recipe, self.rules.target, cache="off" if dump else "miss")
-            stored.write(report, pool.to_list() if pool else [])
+            stored.write(report, pool.to_list() if pool else [], weights.to_list() if weights else [])
         else:
             report = stored.read()
             if pool:
                 pool.adopt(stored.slots)
+            if weights:
+                weights.adopt(stored.weights)
+        if weights:
+            weights.finish()
         if dump:
             dump.write_report(report)
         if pool and pool.places:
             if not looks_first:
                 compiled = delayed_state.LookFirst(compiled, self._compile_looking(), pool)
             compiled = delayed_state.CountOnce(compiled, pool)
+            if weights and weights.uses:
+                compiled = FreshWeights(compiled, weights)
         return compiled, report
 
     def _compile_looking(self) -> Callable[..., Any]:
@@ -175,7 +185,9 @@ class _Graph:
         if self.pool:
             rule = delayed_state.update_rule(self.config)
             delay = DelayScales(self.pool, rule, look_first=look_first, stats=self.config.stats)
-        return JointPipeline(self.rules, self.names, key, dump, delay=delay, strict=self.strict)
+        return JointPipeline(
+            self.rules, self.names, key, dump, delay=delay, weights=self.weights, strict=self.strict
+        )
 
     def _compile_fx(
         self,

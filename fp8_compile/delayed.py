@@ -20,6 +20,7 @@ from fp8_compile.kernels.delayed_scaling import ABSENT
 
 from .config import Config
 from .graph_pool import GraphPool
+from .graph_weights import GraphWeights
 from .module_names import ModuleNames
 from .passes.decide import Rules
 from .passes.delay_scales import UpdateRule
@@ -44,10 +45,11 @@ def open_pool(
     return GraphPool(state_of_compilation(gm), _kinds(config, rules, device), room, modules)
 
 
-def attach_state(gm: fx.GraphModule, pool: GraphPool, *, stats: bool) -> None:
+def attach_state(gm: fx.GraphModule, pool: GraphPool, weights: GraphWeights | None, *, stats: bool) -> None:
     """Make the state's tensors buffers of the graph: they reach the joint graph as placeholders with these names."""
     sources = getattr(gm, "_param_name_to_source", None)  # a part of a graph that was split for DDP has none
-    for name, tensor in pool.buffers((*FIELDS, STATS) if stats else FIELDS).items():
+    buffers = pool.buffers((*FIELDS, STATS) if stats else FIELDS) | (weights.buffers() if weights else {})
+    for name, tensor in buffers.items():
         gm.register_buffer(name, tensor)
         if sources is not None:
             sources[name] = SyntheticLocalSource(name)  # AOTAutograd wants one, and no two alike

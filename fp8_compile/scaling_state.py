@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import weakref
-from typing import Any, Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, fx, nn
@@ -23,6 +23,9 @@ from .module_names import compiled_root, frame_code, modules_read
 from .scaling_page import Page
 from .scaling_stats import StatsRow, StatsTable, stats_row
 
+if TYPE_CHECKING:
+    from .weight_cache import WeightCache
+
 SAVED = ("scale", "amax_history", "counts", "largest")
 
 
@@ -34,11 +37,15 @@ class ScalingState:
         self.pages: list[Page] = []
         self._waiting: dict[str, dict[str, Tensor]] = {}  # loaded, for slots that no graph has asked for yet
         self.epoch = 0  # goes up when histories are replaced: whoever believed that they were there looks again
+        self.weights: WeightCache | None = None  # FP8 copies of weights, while an optimizer is attached
 
     def settle(self) -> None:
         """Bring histories and scales up to date with the last pass."""
-        for page in self.pages:
-            page.settle()
+        for index in range(len(self.pages)):
+            self.settle_page(index)
+
+    def settle_page(self, index: int) -> None:
+        self.pages[index].settle()
 
     def slots(self) -> Iterator[tuple[Slot, Place]]:
         """Every slot and where it lies."""

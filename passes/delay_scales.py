@@ -104,7 +104,7 @@ class DelayScales(GraphPass):
         scale_marks = {"fp8_kind": SCALES, **marks}
         backward = _tag(BACKWARD) if slot.direction == BACKWARD else {}
         with graph.inserting_before(node):
-            quant_scale, dequant_scale = inline(graph, _of_row, page.known, row, like=node, tags=backward)
+            quant_scale, dequant_scale = inline(graph, of_row, page.known, row, like=node, tags=backward)
             amax = inline(graph, block_amax, x, block, like=node, tags=scale_marks)
             if self.look_first:
                 arguments = (quant_scale, amax, page.largest, self.rule.margin)
@@ -194,7 +194,8 @@ def _own_chain(amax: fx.Node) -> list[fx.Node]:
     return found
 
 
-def _of_row(known: torch.Tensor, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+def of_row(known: torch.Tensor, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """quant_scale and dequant_scale of a slot, [1, 1] each."""
     return known[QUANT, row].view(1, 1), known[DEQUANT, row].view(1, 1)
 
 

@@ -26,6 +26,7 @@ from .rewrite_matmuls import RewriteMatmuls
 from .row import Row
 from .share_quantizes import ShareQuantizes
 from .update_in_place import UpdateInPlace
+from .use_weight_cache import CachedWeights, UseWeightCache
 
 log = logging.getLogger("fp8_compile.passes")
 
@@ -87,7 +88,8 @@ class Pipeline(CustomGraphPass):
 
 
 class JointPipeline(Pipeline):
-    """find matmuls, decide, rewrite -> share quantizes -> delay scales -> lower quantizes -> lower for the target."""
+    """find matmuls, decide, rewrite -> share quantizes -> use cached weights -> delay scales -> lower quantizes
+    -> lower for the target."""
 
     def __init__(
         self,
@@ -97,11 +99,13 @@ class JointPipeline(Pipeline):
         observer: Observer | None = None,
         *,
         delay: DelayScales | None = None,
+        weights: CachedWeights | None = None,
         strict: bool = True,
     ) -> None:
         self.rewrite = RewriteMatmuls(rules, names, strict=strict)
         self.ran = False
-        passes: list[GraphPass] = [self.rewrite, ShareQuantizes(), *([delay] if delay else []), LowerQuantizes()]
+        cached = [UseWeightCache(weights)] if weights else []
+        passes: list[GraphPass] = [self.rewrite, ShareQuantizes(), *cached, *([delay] if delay else []), LowerQuantizes()]
         if rules.target == "cpu":
             passes.append(LowerScaledMmForCpu())
         super().__init__(passes, key, observer)

@@ -1,0 +1,209 @@
+"""FP8 copies of a model's weights, made once an optimizer step and read by every forward and backward until the next.
+
+    copy: q = fp8(w * quant_scale), and on GPU targets its transpose; quant_scale from the history of the weight's slot
+
+A copy is as new as its weight: before a forward reads it, the weight's identity, address and version counter are
+compared with those it was made from, and all weights of the model that changed are quantized in one launch. What
+changes a weight without its version counter knowing: an optimizer's fused kernel, so each ``step()`` of any optimizer
+marks what it has in its groups; writing through ``.data``, which nobody can see: call :meth:`WeightCache.invalidate`.
+
+Without a copy stay the weights of FSDP: each rank would have copies of all of them, which is what sharding is against.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from typing import TYPE_CHECKING, Any, Iterable, Mapping
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fp8_compile.kernels.cpu.ops import quantize_delayed_op
+from fp8_compile.kernels.delayed_scaling import DEQUANT, QUANT, cast_delayed, first_scale
+from fp8_compile.kernels.formats import E4M3, E5M2
+from fp8_compile.kernels.quantize import WHOLE, block_amax
+from fp8_compile.kernels.record_amax import record_amax
+from fp8_compile.passes.slot import Place, Slot
+
+if TYPE_CHECKING:
+    from .scaling_state import ScalingState
+
+
+@dataclasses.dataclass(eq=False)
+class CachedWeight:
+    """One weight's copy. ``slot`` is None until a graph has asked for it."""
+
+    codes: Tensor
+    transposed: Tensor | None
+    slot: Slot | None = None
+    place: Place | None = None
+    via: torch.dtype | None = None  # rounded to that dtype first, as autocast does
+    weight: weakref.ref[Tensor] | None = None  # that the copy was made from
+    seen: tuple[Tensor, int, int] | None = None  # its memory, kept so that no other can have its address; versions
+    marked: bool = False  # as changed, whatever its version says
+    primed: int = -1  # the state's epoch in which the slot was found to have a history
+
+    def is_stale(self, weight: Tensor) -> bool:
+        if self.marked or self.seen is None or self.weight is None or self.weight() is not weight:
+            return True
+        memory, *versions = self.seen
+        now = local(weight)
+        return now.data_ptr() != memory.data_ptr() or versions != [weight._version, now._version]
+
+    def made_from(self, weight: Tensor) -> None:
+        now = local(weight).detach()
+        self.marked, self.weight = False, weakref.ref(weight)
+        self.seen = now, weight._version, local(weight)._version
+
+    def tensors(self) -> list[Tensor]:
+        return [tensor for tensor in (self.codes, self.transposed) if tensor is not None]
+
+
+class WeightCache:
+    """The copies of one model; ``ScalingState.weights`` while an optimizer is attached."""
+
+    def __init__(self, state: ScalingState) -> None:
+        self.state = state
+        self.known: dict[int, Tensor] = {}  # by page: the scales that the copies were made with, as Page.scales
+        self.refreshes = 0
+        self.step_was_skipped = False  # the optimizer's, by a loss scaler: no weight has changed
+        self._entries: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._launches: Any = None
+        _caches.add(self)
+
+    def entry(self, weight: Tensor, dtype: torch.dtype, *, transposed: bool) -> CachedWeight:
+        """The copy of a weight, an empty one if there is none yet."""
+        if weight not in self._entries:
+            rows, cols = local(weight).shape
+            device = local(weight).device
+            codes = torch.empty(rows, cols, dtype=dtype, device=device)
+            turned = torch.empty(cols, rows, dtype=dtype, device=device) if transposed else None
+            self._entries[weight] = CachedWeight(codes, turned)
+        return self._entries[weight]
+
+    def drop(self, weight: Tensor) -> None:
+        """Forget a copy that no graph reads, and free its memory: the graph that it was offered to keeps the tensor."""
+        entry = self._entries.pop(weight, None)
+        for tensor in entry.tensors() if entry else ():
+            tensor.untyped_storage().resize_(0)
+
+    def known_scales(self, page: int) -> Tensor:
+        if page not in self.known:
+            self.known[page] = torch.zeros_like(self.state.pages[page].scales)
+        return self.known[page]
+
+    def invalidate(self, weights: Iterable[Tensor] | None = None) -> None:
+        """Have weights (all of them) quantized again before they are next read."""
+        chosen = None if weights is None else {id(weight) for weight in weights}
+        for weight, entry in list(self._entries.items()):
+            entry.marked |= chosen is None or id(weight) in chosen
+
+    @property
+    def entries(self) -> dict[Slot, CachedWeight]:
+        """Every copy that a graph reads."""
+        return {entry.slot: entry for entry in self._entries.values() if entry.slot is not None}
+
+    def memory_bytes(self) -> int:
+        return sum(tensor.nbytes for entry in self.entries.values() for tensor in entry.tensors())
+
+    def ensure_fresh(self, weights: Mapping[CachedWeight, Tensor]) -> None:
+        """Before a graph that reads these copies of these weights runs: if one is stale, renew all that are."""
+        if not any(entry.is_stale(weight) for entry, weight in weights.items()):
+            return
+        known = {entry: weight for weight, entry in self._entries.items() if entry.slot is not None}
+        stale = {entry: weight for entry, weight in {**known, **weights}.items() if entry.is_stale(weight)}
+        with torch.no_grad():
+            self._refresh(stale)
+
+    def _refresh(self, stale: Mapping[CachedWeight, Tensor]) -> None:
+        pages = sorted({entry.place.page for entry in stale})  # type: ignore[union-attr]
+        for page in pages:
+            self.state.settle_page(page)  # what the pass that begins would do first
+        if all(local(weight).device.type == "cpu" for weight in stale.values()):
+            for entry, weight in stale.items():
+                self._quantize_on_cpu(entry, local(weight))
+        else:
+            self._quantize_on_gpu(stale)
+        for entry, weight in stale.items():
+            increment_version(entry.tensors())  # a backward to come must not read what its forward did not
+            entry.made_from(weight)
+        increment_version([self.known[page] for page in pages])
+        self.refreshes += 1
+
+    def _quantize_on_cpu(self, entry: CachedWeight, weight: Tensor) -> None:
+        page, row = self.state.pages[entry.place.page], entry.place.row  # type: ignore[union-attr]
+        x = weight if entry.via is None else weight.to(entry.via)
+        scale, margin, dtype = page.scales[QUANT, row].view(1, 1), page.kind.rule.margin, entry.codes.dtype
+        if dtype in (E4M3.dtype, E5M2.dtype):
+            _, codes, used, dequant_scale, amax = quantize_delayed_op(x, scale, dtype, margin, False, True)
+        else:
+            amax = block_amax(x, (WHOLE, WHOLE))
+            used = first_scale(scale, amax, page.kind.largest, margin)
+            codes, dequant_scale = cast_delayed(x, used, dtype), used.reciprocal()
+        entry.codes.view(torch.uint8).copy_(codes.view(torch.uint8))
+        if entry.transposed is not None:
+            entry.transposed.view(torch.uint8).copy_(codes.view(torch.uint8).t())
+        known = self.known[entry.place.page]  # type: ignore[union-attr]
+        known[QUANT, row], known[DEQUANT, row] = used.view(()), dequant_scale.view(())
+        record_amax(page.amaxes, amax, row)
+
+    def _quantize_on_gpu(self, stale: Mapping[CachedWeight, Tensor]) -> None:
+        from fp8_compile.kernels.gpu.quantize_many import Matrix, QuantizeMany, addresses
+
+        self._set_scales(stale)
+        matrices = []
+        for entry, weight in stale.items():
+            place = entry.place
+            assert place is not None and entry.transposed is not None
+            scale, amax = self.known[place.page][QUANT, place.row], self.state.pages[place.page].amaxes[place.row]
+            x = local(weight).detach()
+            matrices.append(Matrix(x, entry.codes, entry.transposed, scale, amax, entry.via))
+        # After a step it is the same weights at the same addresses as after the step before.
+        if self._launches is None or self._launches.addresses != addresses(matrices):
+            self._launches = QuantizeMany(matrices)
+        self._launches()
+
+    def _set_scales(self, stale: Mapping[CachedWeight, Tensor]) -> None:
+        """The scales to quantize with; of a slot without history, from the weight itself."""
+        by_page: dict[int, list[int]] = {}
+        for entry in stale:
+            by_page.setdefault(entry.place.page, []).append(entry.place.row)  # type: ignore[union-attr]
+        for index, rows in by_page.items():
+            self.known[index][:, rows] = self.state.pages[index].scales[:, rows]
+        unprimed = [entry for entry in stale if entry.primed != self.state.epoch]
+        for entry in unprimed:
+            page, row = self.state.pages[entry.place.page], entry.place.row  # type: ignore[union-attr]
+            scale = page.scales[QUANT, row]
+            if float(scale) > 0:  # waits for the device, on the first steps alone
+                entry.primed = self.state.epoch
+                continue
+            weight = local(stale[entry])
+            amax = block_amax(weight if entry.via is None else weight.to(entry.via), (WHOLE, WHOLE)).view(())
+            used = first_scale(scale, amax, page.kind.largest, page.kind.rule.margin)
+            known = self.known[entry.place.page]  # type: ignore[union-attr]
+            known[QUANT, row], known[DEQUANT, row] = used, used.reciprocal()
+
+
+_caches: weakref.WeakSet[WeightCache] = weakref.WeakSet()
+
+
+def _stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Fused optimizers write to weights without raising their version counters (torch 2.13), and who knows of others."""
+    weights = [weight for group in optimizer.param_groups for weight in group["params"] if weight.requires_grad]
+    for cache in list(_caches):
+        if not cache.step_was_skipped:
+            cache.invalidate(weights)
+        cache.step_was_skipped = False
+
+
+register_optimizer_step_post_hook(_stepped)
+
+
+def local(weight: Tensor) -> Tensor:
+    """The part of a weight that lies on this rank: all of it but for a DTensor."""
+    return getattr(weight, "_local_tensor", weight)
