@@ -22,8 +22,7 @@ from absent_gpu import absent_gpu
 from gpu_code import BLOCKS, lower
 from torch import nn
 
-import fp8_compile
-from fp8_compile.weight_cache import WeightCache
+from fp8_compile.state_handling import handle
 
 # No timing on an absent GPU: "deterministic" takes the first template, and "TRITON" leaves no other.
 TEMPLATES = {"max_autotune_gemm": True, "max_autotune_gemm_backends": "TRITON", "deterministic": True}
@@ -32,8 +31,7 @@ COPIES = 4  # bytes a weight: bf16 read, FP8 written twice
 
 def with_cache(model: nn.Module) -> nn.Module:
     """A ``convert``: the model has a cache before it is compiled."""
-    state = fp8_compile.scaling_state(model)
-    state.weights = WeightCache(state)
+    handle(model).cached = True
     return model
 
 

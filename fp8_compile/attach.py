@@ -13,7 +13,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from .amax_reduction import AmaxReduction, reduces_amaxes
+from .loss_scaling import LossScaling
+from .module_names import plain_module
 from .training_part import Part, Step
+from .weight_caching import WeightCaching
 
 
 class Training:
@@ -116,10 +120,20 @@ def attach(
     *,
     loss_scale: float | str | None = None,
     master_weights: bool = False,
-    weight_cache: bool = False,
+    weight_cache: bool = True,
     amax_reduction: str | None = None,
+    process_group: Any = None,
 ) -> Training:
-    """Hook the parts that are asked for into ``optimizer.step()``."""
-    parts: list[Part] = []
+    """Hook the parts that are asked for into ``optimizer.step()``.
+
+    ``amax_reduction``: "max" over the ranks of ``process_group`` (None: all), or "local"; None: "max" where there are
+    several ranks.
+    """
+    module = plain_module(model)
+    parts: list[Part] = [LossScaling(module, loss_scale)]
     # In this order: who raises found_inf before who reduces it over ranks; masters before who reads the new weights.
-    return Training(getattr(model, "_orig_mod", model), optimizer, parts)
+    if reduces_amaxes(amax_reduction):
+        parts.append(AmaxReduction(module, process_group))
+    if weight_cache:
+        parts.append(WeightCaching(module))
+    return Training(module, optimizer, parts)

@@ -23,6 +23,7 @@ from . import delayed as delayed_state
 from .config import Config
 from .double_backward import reject_double_backward
 from .fast_paths import open_fast_paths
+from .graph_loss_scale import GraphLossScale, loss_scale_of_compilation
 from .graph_pool import GraphPool, PoolFull
 from .graph_weights import FreshWeights, GraphWeights, open_weights
 from .module_names import ModuleNames, Selection
@@ -30,11 +31,14 @@ from .passes.decide import Rules
 from .passes.delay_scales import DelayScales
 from .passes.find_matmuls import Role
 from .passes.pipeline import JointPipeline, SplitPipeline
+from .passes.record_amaxes import RecordAmaxes
+from .passes.scale_loss import ScaleLoss
 from .report import Report
 from .report_cache import ReportCache
 from .shared_frames import keep_apart, keep_each_apart
 from .target import Target
 from .uncompiled import NO_CACHE, run_uncompiled
+from .warm_up import WarmUp
 
 if TYPE_CHECKING:
     from .dump import GraphDump
@@ -108,6 +112,9 @@ def compile_graph(
     rules = make_rules(config, target, selection)
     folder = config.dump or os.environ.get("FP8_COMPILE_DUMP")
     pool = delayed_state.open_pool(gm, names, config, rules, device) if delayed else None
+    loss_scale = loss_scale_of_compilation(gm, config, strict=strict)
+    if pool and loss_scale:
+        pool.state.set_gradient_unit(loss_scale.value)
     graph = _Graph(
         gm,
         example_inputs,
@@ -118,6 +125,8 @@ def compile_graph(
         {**(list_mode_options(mode) if mode else {}), **config.inductor},
         pool,
         open_weights(gm, example_inputs, pool, rules) if pool else None,
+        loss_scale,
+        device,
     )
     while True:
         try:
@@ -139,17 +148,24 @@ class _Graph:
     patches: dict[str, Any]
     pool: GraphPool | None
     weights: GraphWeights | None
+    loss_scale: GraphLossScale | None
+    device: torch.device
 
     def compile(
         self, inner_compile: Callable[..., Any], dump: GraphDump | None
     ) -> tuple[Callable[..., Any], Report]:
-        config, pool, weights = self.config, self.pool, self.weights
+        config, pool, loss_scale, weights = self.config, self.pool, self.loss_scale, self.weights
         looks_first = self.rules.target == "cpu"
-        state = (pool.fingerprint if pool else None, weights.fingerprint if weights else None)
+        state = [part.fingerprint if part else None for part in (pool, weights)], loss_scale.wide if loss_scale else None
+        state = (*state, pool.state.held if pool else None)
         key = repr((SOURCE_HASH, config.fingerprint(), self.rules.target, self.names.fingerprint(self.gm), state))
         stored = ReportCache.entry(self.gm, self.example_inputs, key)
         if pool:
-            delayed_state.attach_state(self.gm, pool, weights, stats=config.stats)
+            delayed_state.attach_state(self.gm, pool, stats=config.stats)
+        if weights:
+            delayed_state.attach_buffers(self.gm, weights.buffers())
+        if loss_scale:
+            delayed_state.attach_buffers(self.gm, loss_scale.buffers(self.device))
         joint = self._joint_pipeline(stored.key, dump, look_first=looks_first)
         split = SplitPipeline(self.rules, stored.key, dump)
         compiled = self._compile_fx(joint, split, self.patches, inner_compile)
@@ -170,6 +186,8 @@ class _Graph:
         if pool and pool.places:
             if not looks_first:
                 compiled = delayed_state.LookFirst(compiled, self._compile_looking(), pool)
+            if config.warmup_steps and torch.is_grad_enabled():
+                compiled = WarmUp(compiled, self._compile_warm_up(), pool, config.warmup_steps)
             compiled = delayed_state.CountOnce(compiled, pool)
             if weights and weights.uses:
                 compiled = FreshWeights(compiled, weights)
@@ -180,14 +198,24 @@ class _Graph:
         joint = self._joint_pipeline("uncompiled", None, look_first=True)
         return self._compile_fx(joint, None, {**self.patches, **NO_CACHE}, run_uncompiled)
 
-    def _joint_pipeline(self, key: str, dump: GraphDump | None, *, look_first: bool) -> JointPipeline:
+    def _compile_warm_up(self) -> Callable[..., Any]:
+        """The graph uncompiled and in high precision, recording amaxes."""
+        assert self.pool is not None
+        rule, held = delayed_state.update_rule(self.config), self.pool.state.held
+        record = RecordAmaxes(self.rules, self.names, self.pool, rule, held=held)
+        joint = self._joint_pipeline("warm-up", None, look_first=True, record=record)
+        return self._compile_fx(joint, None, {**self.patches, **NO_CACHE}, run_uncompiled)
+
+    def _joint_pipeline(
+        self, key: str, dump: GraphDump | None, *, look_first: bool, record: RecordAmaxes | None = None
+    ) -> JointPipeline:
         delay = None
         if self.pool:
-            rule = delayed_state.update_rule(self.config)
-            delay = DelayScales(self.pool, rule, look_first=look_first, stats=self.config.stats)
-        return JointPipeline(
-            self.rules, self.names, key, dump, delay=delay, weights=self.weights, strict=self.strict
-        )
+            rule, held = delayed_state.update_rule(self.config), self.pool.state.held
+            delay = DelayScales(self.pool, rule, look_first=look_first, stats=self.config.stats, held=held)
+        scale_loss = ScaleLoss(self.names, wide=self.loss_scale.wide) if self.loss_scale else None
+        ours = {"delay": delay, "record": record, "scale_loss": scale_loss, "weights": self.weights}
+        return JointPipeline(self.rules, self.names, key, dump, **ours, strict=self.strict)  # type: ignore[arg-type]
 
     def _compile_fx(
         self,

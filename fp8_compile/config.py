@@ -58,7 +58,6 @@ class Config:
         self._check_numbers()
         self._check_flags()
         self._check_contradictions()
-        self._check_planned()
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any] | None) -> Config:
@@ -149,17 +148,6 @@ class Config:
             changed = [name for name in DELAYED_ONLY if getattr(self, name) != _default(name)]
             if changed:
                 raise ValueError(f"{', '.join(changed)} apply to recipe='delayed' only, got recipe={self.recipe!r}")
-
-    def _check_planned(self) -> None:
-        planned = []
-        if self.warmup_steps:
-            planned.append(f"warmup_steps={self.warmup_steps}")
-        if self.loss_scale is not None:
-            planned.append(f"loss_scale={self.loss_scale!r}")
-        if planned:
-            raise ValueError(
-                f"{', '.join(planned)} is not in this version of fp8_compile yet; leave it at its default"
-            )
 
 
 def _checked_init(init: Any) -> Any:

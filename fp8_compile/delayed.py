@@ -9,10 +9,10 @@ history, the compiled code takes over.
 from __future__ import annotations
 
 import logging
-from typing import Any, Callable
+from typing import Any, Callable, Mapping
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._dynamo.source import SyntheticLocalSource
 from torch._subclasses import FakeTensor
 
@@ -20,7 +20,6 @@ from fp8_compile.kernels.delayed_scaling import ABSENT
 
 from .config import Config
 from .graph_pool import GraphPool
-from .graph_weights import GraphWeights
 from .module_names import ModuleNames
 from .passes.decide import Rules
 from .passes.delay_scales import UpdateRule
@@ -45,10 +44,14 @@ def open_pool(
     return GraphPool(state_of_compilation(gm), _kinds(config, rules, device), room, modules)
 
 
-def attach_state(gm: fx.GraphModule, pool: GraphPool, weights: GraphWeights | None, *, stats: bool) -> None:
-    """Make the state's tensors buffers of the graph: they reach the joint graph as placeholders with these names."""
+def attach_state(gm: fx.GraphModule, pool: GraphPool, *, stats: bool) -> None:
+    """Give a graph its part of the scaling state."""
+    attach_buffers(gm, pool.buffers((*FIELDS, STATS) if stats else FIELDS))
+
+
+def attach_buffers(gm: fx.GraphModule, buffers: Mapping[str, Tensor]) -> None:
+    """Make tensors buffers of the graph: they reach the joint graph as placeholders with these names."""
     sources = getattr(gm, "_param_name_to_source", None)  # a part of a graph that was split for DDP has none
-    buffers = pool.buffers((*FIELDS, STATS) if stats else FIELDS) | (weights.buffers() if weights else {})
     for name, tensor in buffers.items():
         gm.register_buffer(name, tensor)
         if sources is not None:
@@ -65,14 +68,16 @@ class LookFirst:
     def __init__(self, compiled: Callable[..., Any], looking: Callable[..., Any], pool: GraphPool) -> None:
         self.compiled, self.looking = compiled, looking
         self.state, self.places = pool.state, dict(pool.places)
-        self.passes = 0  # through ``looking``
+        self.passes = 0  # through ``looking``; where amaxes are held, steps
+        self.updates = -1  # of the state, at the last of them
         self.epoch = -1  # of the state, when its histories were last found complete
 
     def __call__(self, *args: Any) -> Any:
         if self.epoch == self.state.epoch or any(isinstance(arg, FakeTensor) for arg in args):
             return self.compiled(*args)
         if self.passes < FIRST_PASSES and self.state.without_history(self.places.values()):
-            self.passes += 1
+            self.passes += not self.state.held or self.updates != self.state.updates
+            self.updates = self.state.updates
             return self.looking(*args)
         self._finish()
         return self.compiled(*args)
@@ -105,7 +110,7 @@ class CountOnce:
         self.pages = [pool.state.pages[index] for index in {place.page for place in pool.places.values()}]
 
     def __call__(self, *args: Any) -> Any:
-        if not _is_recomputation():
+        if not is_recomputation():
             return self.compiled(*args)
         kept = [(page.amaxes.clone(), page.stats.clone()) for page in self.pages]
         for page in self.pages:
@@ -118,7 +123,8 @@ class CountOnce:
                 page.stats.data.copy_(stats)
 
 
-def _is_recomputation() -> bool:
+def is_recomputation() -> bool:
+    """Whether a checkpoint computes a forward again, inside a backward."""
     in_backward = torch._C._current_graph_task_id() != -1
     return in_backward and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 

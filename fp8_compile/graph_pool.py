@@ -47,7 +47,7 @@ class GraphPool:
         kind, pages = self._kinds[direction], self._pages[direction]
         last = self.state.pages[pages[-1]] if pages else None
         if last is None or last.capacity - len(last.slots) < room:
-            self.state.pages.append(Page(kind, room))
+            self.state.pages.append(Page(kind, room, self.state.unit(kind.direction)))
             pages.append(len(self.state.pages) - 1)
 
     def buffers(self, fields: Iterable[str]) -> dict[str, Tensor]:

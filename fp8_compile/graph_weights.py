@@ -104,16 +104,17 @@ def open_weights(
     if cache is None:
         return None
     placeholders = gm.graph.find_nodes(op="placeholder")
+    sharded = _gathered_by_fsdp()
     candidates = {
         index: item
         for index, (node, item) in enumerate(zip(placeholders, example_inputs))
-        if _is_matrix(item) and any(not _looks_up(user) for user in node.users)
+        if _is_matrix(item) and id(item) not in sharded and any(not _looks_up(user) for user in node.users)
     }
     return GraphWeights(cache, pool, candidates, rules)
 
 
 def _is_matrix(item: Any) -> bool:
-    if not isinstance(item, nn.Parameter) or getattr(item, "_fp8_sharded", False):
+    if not isinstance(item, nn.Parameter):
         return False
     matrix = local(item)
     return matrix.dim() == 2 and matrix.dtype in DTYPES and matrix.is_contiguous() and matrix.numel() > 0
@@ -121,3 +122,18 @@ def _is_matrix(item: Any) -> bool:
 
 def _looks_up(user: fx.Node) -> bool:
     return any(name in str(user.target) for name in LOOKUPS)
+
+
+def _gathered_by_fsdp() -> set[int]:
+    """Parameters that FSDP2 gathers for a while: a copy that stays would hold on every rank what it shards, and the
+    gathering leaves version counters as they are."""
+    if not torch.distributed.is_available():
+        return set()
+    from torch.distributed._composable_state import _module_state_mapping
+
+    found = set()
+    for reference in _module_state_mapping.values():
+        for group in getattr(reference(), "_fsdp_param_groups", ()):
+            gathered = (getattr(parameter, "_unsharded_param", None) for parameter in group.fsdp_params)
+            found.update(id(parameter) for parameter in gathered if parameter is not None)
+    return found

@@ -27,8 +27,9 @@ class PageKind:
 class Page:
     """The tensors of up to ``capacity`` slots; see ``kernels/delayed_scaling.py`` for their meaning."""
 
-    def __init__(self, kind: PageKind, capacity: int) -> None:
-        self.kind, self.slots = kind, list[Slot]()
+    def __init__(self, kind: PageKind, capacity: int, unit: float = 1.0) -> None:
+        """``unit``: by how much the graphs multiply the tensors of these slots, the loss scale of gradients."""
+        self.kind, self.slots, self.unit = kind, list[Slot](), unit
         with torch.device(kind.device):  # dtypes said, since a default dtype may be set
             self.amaxes = torch.full((capacity,), ABSENT, dtype=torch.float32)
             self.history = torch.zeros(capacity, kind.length, dtype=torch.float32)
@@ -52,20 +53,28 @@ class Page:
     def capacity(self) -> int:
         return self.amaxes.shape[0]
 
+    def set_unit(self, unit: float) -> None:
+        """Go on with tensors that are ``unit`` times as large as those of the model."""
+        factor, self.unit = unit / self.unit, unit
+        self.amaxes.data.copy_(torch.where(self.amaxes == ABSENT, ABSENT, self.amaxes * factor))
+        self.history.data.mul_(factor)
+        self.scales.data[QUANT].div_(factor)
+        self.scales.data[DEQUANT].mul_(factor)
+
     def row(self, row: int) -> dict[str, Tensor]:
-        """A slot's part of the state, as it is saved."""
+        """A slot's part of the state, as it is saved: without the unit."""
         return {
-            "scale": self.scales[QUANT, row].clone(),
-            "amax_history": self.history[row].clone(),
+            "scale": self.scales[QUANT, row] * self.unit,
+            "amax_history": self.history[row] / self.unit,
             "counts": self.counts[:, row].clone(),
             "largest": torch.tensor(self.kind.largest, dtype=torch.float32),
         }
 
     def set_row(self, row: int, saved: Mapping[str, Tensor]) -> None:
-        scale = saved["scale"] * (self.kind.largest / float(saved["largest"]))  # saved for another format
+        scale = saved["scale"] * (self.kind.largest / float(saved["largest"])) / self.unit  # saved for another format
         # .data, here and below: a forward may have saved the state for its backward, and autograd compares versions.
         self.scales.data[QUANT, row] = scale
         self.scales.data[DEQUANT, row] = torch.where(scale > 0, 1.0 / scale, 0.0)
         self.amaxes.data[row] = ABSENT
-        self.history.data[row] = saved["amax_history"]
+        self.history.data[row] = saved["amax_history"] * self.unit
         self.counts.data[:, row] = saved["counts"]

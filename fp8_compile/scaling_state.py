@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import re
 import weakref
+from types import CodeType
 from typing import TYPE_CHECKING, Any, Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, fx, nn
-from torch._dynamo.eval_frame import innermost_fn
+from torch._dynamo.eval_frame import innermost_fn, reset_code
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from fp8_compile.kernels.delayed_scaling import ENTERED, QUANT
-from fp8_compile.passes.slot import Place, Slot
+from fp8_compile.kernels.delayed_scaling import ENTERED, PASSES, QUANT
+from fp8_compile.passes.slot import BACKWARD, Place, Slot
 
-from .module_names import compiled_root, frame_code, modules_read
+from .module_names import compiled_root, frame_code, modules_read, plain_module
 from .scaling_page import Page
 from .scaling_stats import StatsRow, StatsTable, stats_row
+from .state_handling import handling_of
 
 if TYPE_CHECKING:
     from .weight_cache import WeightCache
@@ -36,8 +38,12 @@ class ScalingState:
         self._model = weakref.ref(model) if model is not None else None
         self.pages: list[Page] = []
         self._waiting: dict[str, dict[str, Tensor]] = {}  # loaded, for slots that no graph has asked for yet
+        self.gradient_unit = 1.0  # the loss scale: gradients inside graphs are that many times as large
+        self.steps: int | None = None  # of the optimizer; None: nobody counts them
         self.epoch = 0  # goes up when histories are replaced: whoever believed that they were there looks again
-        self.weights: WeightCache | None = None  # FP8 copies of weights, while an optimizer is attached
+        self.updates = 0  # of all pages at once, where amaxes are held until the optimizer's step
+        self._weights: WeightCache | None = None
+        self._codes: list[CodeType] = []  # of frames that were compiled with this state
 
     def settle(self) -> None:
         """Bring histories and scales up to date with the last pass."""
@@ -45,7 +51,57 @@ class ScalingState:
             self.settle_page(index)
 
     def settle_page(self, index: int) -> None:
-        self.pages[index].settle()
+        if not self.held:
+            self.pages[index].settle()
+
+    @property
+    def model(self) -> nn.Module | None:
+        return self._model() if self._model is not None else None
+
+    @property
+    def held(self) -> bool:
+        """Whether amaxes wait for :meth:`update`; otherwise each pass begins with the update for the one before."""
+        return handling_of(self.model).held
+
+    def update(self) -> None:
+        """Take over the amaxes that were held."""
+        for page in self.pages:
+            page.settle()
+        self.updates += 1
+
+    @property
+    def weights(self) -> WeightCache | None:
+        """FP8 copies of the model's weights, where an optimizer is attached."""
+        from .weight_cache import WeightCache
+
+        if not handling_of(self.model).cached:
+            self._weights = None
+        elif self._weights is None:
+            self._weights = WeightCache(self)
+        return self._weights
+
+    def compiled_with(self, code: CodeType) -> None:
+        if not any(code is known for known in self._codes):
+            self._codes.append(code)
+
+    def recompile(self) -> bool:
+        """Have Dynamo compile again what was compiled with this state; whether there was any."""
+        codes, self._codes = self._codes, []
+        for code in codes:
+            reset_code(code)
+        return bool(codes)
+
+    def unit(self, direction: str) -> float:
+        """By how much graphs multiply the tensors whose amaxes become known in that direction."""
+        return self.gradient_unit if direction == BACKWARD else 1.0
+
+    def set_gradient_unit(self, unit: float) -> None:
+        """The loss scale has changed: bring what is known of gradients to the new unit, exactly for powers of two."""
+        if unit != self.gradient_unit:
+            self.gradient_unit = unit
+            for page in self.pages:
+                if page.kind.direction == BACKWARD:
+                    page.set_unit(unit)
 
     def slots(self) -> Iterator[tuple[Slot, Place]]:
         """Every slot and where it lies."""
@@ -88,8 +144,8 @@ class ScalingState:
         rows = []
         for slot, place in self.slots():
             page, row = self.pages[place.page], place.row
-            entered, scale = page.counts[ENTERED, row], page.scales[QUANT, row]
-            rows.append(stats_row(str(slot), page.history[row], entered, scale, page.stats[row]))
+            entered, scale = page.counts[ENTERED, row], page.scales[QUANT, row] * page.unit
+            rows.append(stats_row(str(slot), page.history[row] / page.unit, entered, scale, page.stats[row]))
         return rows
 
     def reset_stats(self) -> None:
@@ -104,6 +160,11 @@ class ScalingState:
         for place in places:
             rows.setdefault(place.page, []).append(place.row)
         return any(bool((self.pages[page].scales[QUANT, some] == 0).any()) for page, some in rows.items())
+
+    def passes(self, places: Iterable[Place]) -> int:
+        """How many passes these slots have seen at most. Waits for the device."""
+        self.settle()
+        return max((int(self.pages[place.page].counts[PASSES, place.row]) for place in places), default=0)
 
     def start_at_one(self, places: Iterable[Place]) -> None:
         """Give slots a scale before they have a history."""
@@ -133,7 +194,7 @@ class ScalingState:
     def _may_have(self, slot: str) -> bool:
         """Whether a slot that no graph has asked for yet can be one of this model: by the first part of its name, since
         modules kept in plain lists and the like have names that the model does not know."""
-        model = self._model() if self._model is not None else None
+        model = self.model
         first = re.split(r"[.\[]", slot.rpartition("#")[0])[0]
         return model is None or not first or hasattr(model, first)
 
@@ -145,7 +206,7 @@ _newest: weakref.WeakKeyDictionary[Any, weakref.ref[ScalingState]] = weakref.Wea
 
 def scaling_state(model: nn.Module | Callable[..., Any]) -> ScalingState:
     """The state of a model, plain or compiled; of a compiled function, that of the module or modules it runs."""
-    model = getattr(model, "_orig_mod", model)
+    model = plain_module(model)
     if isinstance(model, nn.Module):
         return _states.setdefault(model, ScalingState(model))
     if not callable(model):
@@ -156,6 +217,11 @@ def scaling_state(model: nn.Module | Callable[..., Any]) -> ScalingState:
         return _states[own[0]]
     newest = _newest[function.__code__]() if function.__code__ in _newest else None
     return newest or _states.setdefault(function.__code__, ScalingState())
+
+
+def states_within(model: nn.Module) -> dict[str, ScalingState]:
+    """The states of a model and of modules in it that were compiled by themselves, by their dotted names."""
+    return {name: _states[module] for name, module in model.named_modules() if module in _states}
 
 
 def state_of_compilation(gm: fx.GraphModule) -> ScalingState:
@@ -170,6 +236,7 @@ def state_of_compilation(gm: fx.GraphModule) -> ScalingState:
         return _states.setdefault(code, ScalingState()) if code is not None else ScalingState()
     if code is not None:
         _newest[code] = weakref.ref(state)
+        state.compiled_with(code)
     return state
 
 

@@ -46,18 +46,19 @@ class CachedWeight:
     weight: weakref.ref[Tensor] | None = None  # that the copy was made from
     seen: tuple[Tensor, int, int] | None = None  # its memory, kept so that no other can have its address; versions
     marked: bool = False  # as changed, whatever its version says
-    primed: int = -1  # the state's epoch in which the slot was found to have a history
+    epoch: int = -1  # of the state, when the copy was made: replaced histories give other scales
+    primed: int = -1  # the epoch in which the slot was found to have a history
 
-    def is_stale(self, weight: Tensor) -> bool:
-        if self.marked or self.seen is None or self.weight is None or self.weight() is not weight:
+    def is_stale(self, weight: Tensor, epoch: int) -> bool:
+        if self.marked or self.epoch != epoch or self.seen is None or self.weight is None or self.weight() is not weight:
             return True
         memory, *versions = self.seen
         now = local(weight)
         return now.data_ptr() != memory.data_ptr() or versions != [weight._version, now._version]
 
-    def made_from(self, weight: Tensor) -> None:
+    def made_from(self, weight: Tensor, epoch: int) -> None:
         now = local(weight).detach()
-        self.marked, self.weight = False, weakref.ref(weight)
+        self.marked, self.epoch, self.weight = False, epoch, weakref.ref(weight)
         self.seen = now, weight._version, local(weight)._version
 
     def tensors(self) -> list[Tensor]:
@@ -65,13 +66,12 @@ class CachedWeight:
 
 
 class WeightCache:
-    """The copies of one model; ``ScalingState.weights`` while an optimizer is attached."""
+    """The copies of one model: ``ScalingState.weights``, while an optimizer is attached."""
 
     def __init__(self, state: ScalingState) -> None:
         self.state = state
         self.known: dict[int, Tensor] = {}  # by page: the scales that the copies were made with, as Page.scales
         self.refreshes = 0
-        self.step_was_skipped = False  # the optimizer's, by a loss scaler: no weight has changed
         self._entries: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._launches: Any = None
         _caches.add(self)
@@ -113,10 +113,11 @@ class WeightCache:
 
     def ensure_fresh(self, weights: Mapping[CachedWeight, Tensor]) -> None:
         """Before a graph that reads these copies of these weights runs: if one is stale, renew all that are."""
-        if not any(entry.is_stale(weight) for entry, weight in weights.items()):
+        epoch = self.state.epoch
+        if not any(entry.is_stale(weight, epoch) for entry, weight in weights.items()):
             return
         known = {entry: weight for weight, entry in self._entries.items() if entry.slot is not None}
-        stale = {entry: weight for entry, weight in {**known, **weights}.items() if entry.is_stale(weight)}
+        stale = {entry: weight for entry, weight in {**known, **weights}.items() if entry.is_stale(weight, epoch)}
         with torch.no_grad():
             self._refresh(stale)
 
@@ -131,7 +132,7 @@ class WeightCache:
             self._quantize_on_gpu(stale)
         for entry, weight in stale.items():
             increment_version(entry.tensors())  # a backward to come must not read what its forward did not
-            entry.made_from(weight)
+            entry.made_from(weight, self.state.epoch)
         increment_version([self.known[page] for page in pages])
         self.refreshes += 1
 
@@ -196,9 +197,7 @@ def _stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Fused optimizers write to weights without raising their version counters (torch 2.13), and who knows of others."""
     weights = [weight for group in optimizer.param_groups for weight in group["params"] if weight.requires_grad]
     for cache in list(_caches):
-        if not cache.step_was_skipped:
-            cache.invalidate(weights)
-        cache.step_was_skipped = False
+        cache.invalidate(weights)
 
 
 register_optimizer_step_post_hook(_stepped)

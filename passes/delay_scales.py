@@ -13,6 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fp8_compile.kernels.delayed_scaling import (
     DEQUANT,
     QUANT,
+    accumulate_op,
     add_counts_op,
     cast_delayed,
     count,
@@ -71,10 +72,16 @@ class DelayScales(GraphPass):
     saved for backward. ``look_first``: a slot without history takes the scale of its own amax; that takes two reads
     of x, so GPU code has it only for the passes that fill the histories. An inference graph records nothing but for
     slots that have no scale yet. Inside a subgraph there is no place for state: nothing is done there.
+
+    ``held``: the update is somebody else's, who first wants the amaxes of all ranks.
+    After:   known = clone(scales)
+             amaxes' = fp8_compile.accumulate_amaxes(amaxes, scales, [amax, ...], [row, ...]);  copy_(amaxes, amaxes')
     """
 
-    def __init__(self, pool: SlotPool, rule: UpdateRule, *, look_first: bool, stats: bool = False) -> None:
-        self.pool, self.rule, self.look_first, self.stats = pool, rule, look_first, stats
+    def __init__(
+        self, pool: SlotPool, rule: UpdateRule, *, look_first: bool, stats: bool = False, held: bool = False
+    ) -> None:
+        self.pool, self.rule, self.look_first, self.stats, self.held = pool, rule, look_first, stats, held
 
     def run(self, graph: fx.Graph) -> PassReport:
         nodes = graph.find_nodes(op="call_function", target=quantize_op)
@@ -82,13 +89,14 @@ class DelayScales(GraphPass):
         if not state:
             return PassReport(0, "quantizes delayed")
         training = any(is_backward(node) for node in graph.nodes)
-        pages: dict[tuple[str, int], _Page] = {}
+        pages: dict[tuple[str, int], PageInGraph] = {}
         for index, node in enumerate(nodes):
             slot: Slot = node.meta["fp8_slot"]
             place = self.pool.place(slot)
             key = slot.direction, place.page
             if key not in pages:
-                pages[key] = _Page(graph, *key, state, self.rule, format_of(node.args[1]).max)  # type: ignore[arg-type]
+                largest = format_of(node.args[1]).max  # type: ignore[arg-type]
+                pages[key] = PageInGraph(graph, *key, state, self.rule, largest, held=self.held)
             self._replace(graph, node, index, slot, pages[key], place.row)
         saved = saved_relayouts(graph)
         for (direction, _), page in pages.items():
@@ -96,7 +104,7 @@ class DelayScales(GraphPass):
             page.finish(training or self.look_first, first_only=not training, stats=training and self.stats, made=made)
         return PassReport(len(nodes), "quantizes delayed")
 
-    def _replace(self, graph: fx.Graph, node: fx.Node, index: int, slot: Slot, page: _Page, row: int) -> None:
+    def _replace(self, graph: fx.Graph, node: fx.Node, index: int, slot: Slot, page: PageInGraph, row: int) -> None:
         """Put the formula in place of a quantize; all its nodes are marked with ``index``."""
         x, dtype, block = node.args
         delayed = Delayed(index, self.rule.margin)
@@ -128,13 +136,21 @@ class DelayScales(GraphPass):
         graph.erase_node(node)
 
 
-class _Page:
+class PageInGraph:
     """One page of the state in one graph: updated at the start, amaxes recorded at the end."""
 
     def __init__(
-        self, graph: fx.Graph, direction: str, page: int, state: dict[str, fx.Node], rule: UpdateRule, largest: float
+        self,
+        graph: fx.Graph,
+        direction: str,
+        page: int,
+        state: dict[str, fx.Node],
+        rule: UpdateRule,
+        largest: float,
+        *,
+        held: bool = False,
     ) -> None:
-        self.graph, self.largest = graph, largest
+        self.graph, self.largest, self.held = graph, largest, held
         self.fields = {field: state[buffer_name(direction, page, field)] for field in FIELDS}
         self.stats = state.get(buffer_name(direction, page, STATS))
         self.rule = (largest, rule.margin, rule.algorithm, rule.interval)
@@ -143,7 +159,10 @@ class _Page:
         self.amaxes: list[fx.Node] = []
         self.counted: list[fx.Node] = []
         with graph.inserting_before(first_call(graph)):
-            self.known = self._emit(next_scales_op, *self.fields.values(), *self.rule)
+            if held:
+                self.known = self._emit(aten.clone.default, self.fields["scales"])
+            else:
+                self.known = self._emit(next_scales_op, *self.fields.values(), *self.rule)
         self.known.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
     def record(self, row: int, amax: fx.Node, counted: fx.Node | None) -> None:
@@ -162,11 +181,16 @@ class _Page:
         """
         fields = self.fields
         with self.graph.inserting_before(self.graph.output_node()):
-            new = self._emit(update_op, *fields.values(), *self.rule)
-            results = {field: self._part(new, index) for index, field in enumerate(("history", "scales", "counts"))}
             recorded = (self.amaxes, self.rows) if records else ([], [])
             made = [self.known, *made]
-            results["amaxes"] = self._emit(record_op, fields["amaxes"], results["scales"], *recorded, first_only, made)
+            if self.held:
+                arguments = (fields["amaxes"], fields["scales"], *recorded, first_only, made)
+                results = {"amaxes": self._emit(accumulate_op, *arguments)}
+            else:
+                new = self._emit(update_op, *fields.values(), *self.rule)
+                results = {field: self._part(new, index) for index, field in enumerate(("history", "scales", "counts"))}
+                arguments = (fields["amaxes"], results["scales"], *recorded, first_only, made)
+                results["amaxes"] = self._emit(record_op, *arguments)
             for field, result in results.items():
                 self._emit(aten.copy_.default, fields[field], result)
             if stats:

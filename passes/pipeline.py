@@ -17,13 +17,16 @@ from .call_cpu_kernels import CallCpuKernels
 from .decide import Rules
 from .delay_scales import DelayScales
 from .find_matmuls import Names, is_backward
+from .flag_overflow_in_place import FlagOverflowInPlace
 from .fuse_delayed_quantizes import FuseDelayedQuantizes
 from .graph_pass import GraphPass
 from .lower_quantizes import LowerQuantizes
 from .lower_scaled_mm_cpu import LowerScaledMmForCpu
+from .record_amaxes import RecordAmaxes
 from .relayout_bytes import RelayoutBytes
 from .rewrite_matmuls import RewriteMatmuls
 from .row import Row
+from .scale_loss import ScaleLoss
 from .share_quantizes import ShareQuantizes
 from .update_in_place import UpdateInPlace
 from .use_weight_cache import CachedWeights, UseWeightCache
@@ -89,7 +92,7 @@ class Pipeline(CustomGraphPass):
 
 class JointPipeline(Pipeline):
     """find matmuls, decide, rewrite -> share quantizes -> use cached weights -> delay scales -> lower quantizes
-    -> lower for the target."""
+    -> scale the loss -> lower for the target."""
 
     def __init__(
         self,
@@ -100,13 +103,19 @@ class JointPipeline(Pipeline):
         *,
         delay: DelayScales | None = None,
         weights: CachedWeights | None = None,
+        record: RecordAmaxes | None = None,
+        scale_loss: ScaleLoss | None = None,
         strict: bool = True,
     ) -> None:
         self.rewrite = RewriteMatmuls(rules, names, strict=strict)
         self.ran = False
-        cached = [UseWeightCache(weights)] if weights else []
-        passes: list[GraphPass] = [self.rewrite, ShareQuantizes(), *cached, *([delay] if delay else []), LowerQuantizes()]
-        if rules.target == "cpu":
+        with_state = [*([UseWeightCache(weights)] if weights else []), *([delay] if delay else [])]
+        passes: list[GraphPass] = [self.rewrite, ShareQuantizes(), *with_state, LowerQuantizes()]
+        if record:  # nothing is rewritten yet
+            passes = [record]
+        if scale_loss:
+            passes.append(scale_loss)
+        if rules.target == "cpu" and not record:
             passes.append(LowerScaledMmForCpu())
         super().__init__(passes, key, observer)
 
@@ -126,7 +135,7 @@ class SplitPipeline(Pipeline):
     """What is better done when it is known which tensors are saved for backward."""
 
     def __init__(self, rules: Rules, key: str, observer: Observer | None = None) -> None:
-        for_target = [CallCpuKernels(), FuseDelayedQuantizes()] if rules.target == "cpu" else [RelayoutBytes()]
+        for_target = [CallCpuKernels(), FuseDelayedQuantizes()] if rules.target == "cpu" else [RelayoutBytes(), FlagOverflowInPlace()]
         super().__init__([*for_target, UpdateInPlace()], key, observer)
 
     def phase(self, graph: fx.Graph) -> str:

@@ -1,0 +1,173 @@
+"""The part of training that scales the loss inside the graphs and skips steps whose gradients are not finite."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+
+from .config import Config
+from .graph_loss_scale import GraphLossScale, compiled_without, offer, withdraw
+from .kept_histories import KeptHistories
+from .loss_scaler import LossScaler
+from .training_part import Part, Step
+
+
+class LossScaling(Part):
+    """Loss scaling in the graphs of one model.
+
+        scale -> scale / 2, at least 1      after a step with a gradient that is not finite, which is skipped
+        scale -> scale * 2                  after ``growth_interval`` good steps
+        a number                            stays; a bad step is skipped all the same
+        None                                off, unless the options of ``torch.compile`` ask for it
+    """
+
+    name = "loss_scale"
+
+    def __init__(self, model: nn.Module, setting: float | str | None, scaler: LossScaler | None = None) -> None:
+        self.model, self.setting = model, setting
+        self.graphs = GraphLossScale()
+        self.histories = KeptHistories(model)
+        self.scaler = scaler
+        self._good = 0  # steps since the scale was changed: the scaler's growth tracker, without asking the device
+        offer(model, self.for_graph)
+        if setting is not None:
+            self._turn_on(setting)
+
+    @property
+    def on(self) -> bool:
+        return self.setting is not None
+
+    @property
+    def value(self) -> float:
+        """The current loss scale; 1 if it is off."""
+        return self.graphs.value
+
+    def for_graph(self, config: Config) -> GraphLossScale | None:
+        """The scale for a graph that is being compiled with these options."""
+        if config.loss_scale is not None and self.setting is None:
+            self._turn_on(config.loss_scale)
+        if config.loss_scale not in (None, self.setting):
+            raise ValueError(
+                f"loss_scale={config.loss_scale!r} in the options of torch.compile and loss_scale={self.setting!r} in "
+                "attach() contradict: give it in one place"
+            )
+        return self.graphs if self.on else None
+
+    def inspect(self, step: Step) -> None:
+        if not self.on:
+            return
+        _refuse_grad_scaler()
+        gradients = [_local(p.grad) for group in step.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        largest = [*self.graphs.largest(), *_largest(gradients)]
+        if not largest:
+            return
+        device = largest[0].device
+        worst = torch.cat([one.to(device) for one in largest])
+        found = (~torch.isfinite(worst)).any().to(torch.float32)
+        step.found_inf = found if step.found_inf is None else torch.maximum(step.found_inf.to(device), found)
+
+    def after_step(self, step: Step) -> None:
+        if not self.on:
+            return
+        if step.skipped:
+            self.histories.restore()
+        self.graphs.clear()
+        if self.setting == "dynamic" and step.found_inf is not None:
+            self._follow(step)
+        self.histories.keep()
+
+    def _follow(self, step: Step) -> None:
+        """What the scaler does on the device, done here too: so nobody has to wait for the result."""
+        scaler, value = self.scaler, self.value
+        assert scaler is not None and step.found_inf is not None
+        scaler.note(step.optimizer, step.found_inf)
+        scaler.update()
+        self._good = 0 if step.skipped else self._good + 1
+        if step.skipped:
+            value = max(scaler.floor, value * scaler.get_backoff_factor())
+        elif self._good == scaler.get_growth_interval():
+            grown = value * scaler.get_growth_factor()
+            value, self._good = grown if grown <= torch.finfo(torch.float32).max else value, 0
+        if value != self.value:
+            self._set(value)
+
+    def state_dict(self) -> dict[str, Any]:
+        if not self.on:
+            return {}
+        state = {"setting": self.setting, "scale": self.value}
+        return {**state, "scaler": self.scaler.state_dict()} if self.scaler is not None else state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        if self.setting is None:
+            self._turn_on(state_dict["setting"])
+        if (self.setting == "dynamic") != ("scaler" in state_dict):
+            raise ValueError(
+                f"the checkpoint was written with loss_scale={state_dict['setting']!r}, "
+                f"attach() was called with {self.setting!r}; expected the same kind"
+            )
+        if self.scaler is not None:
+            self.scaler.load_state_dict(state_dict["scaler"])
+            self._good = state_dict["scaler"]["_growth_tracker"]
+            self._set(float(state_dict["scale"]))
+        self.graphs.clear()
+        self.histories.keep()
+
+    def detach(self) -> None:
+        withdraw(self.model)
+        self._set(1.0)
+        self.setting = None
+
+    def _turn_on(self, setting: float | str) -> None:
+        if compiled_without(self.model):
+            raise ValueError(
+                "the model has code for training without a loss scale already; call attach() before the first forward, or "
+                "torch._dynamo.reset() before attach()"
+            )
+        self.setting = setting
+        if setting == "dynamic":
+            self.scaler = self.scaler or LossScaler()
+            self._set(self.scaler.get_scale())
+        else:
+            self._set(float(setting))
+        self.histories.keep()
+
+    def _set(self, value: float) -> None:
+        self.graphs.set(value)
+        for state in self.histories.states():
+            state.set_gradient_unit(value)
+
+
+def _largest(gradients: Iterable[Tensor]) -> list[Tensor]:
+    """max |g| over the gradients of each device and dtype, [1] each: a multi-tensor kernel or two, no wait."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for gradient in gradients:
+        if gradient.numel():
+            kinds.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    norms = (torch._foreach_norm(some, float("inf")) for some in kinds.values())
+    return [torch.stack(some).amax().reshape(1).to(torch.float32) for some in norms]
+
+
+def _local(gradient: Tensor) -> Tensor:
+    """What lies on this rank of a gradient, dense."""
+    gradient = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
+def _refuse_grad_scaler() -> None:
+    """A GradScaler that is on calls ``optimizer.step()`` from one of these; one that is off, directly from its step()."""
+    frame = sys._getframe()
+    while frame is not None:
+        owner = frame.f_locals.get("self") if frame.f_code in _SCALED_STEPS else None
+        if isinstance(owner, GradScaler) and owner.is_enabled():
+            raise ValueError(
+                f"{type(owner).__name__} and the loss scaling of fp8_compile.attach() are both on: the loss would be scaled "
+                "twice. Remove the scaler (loss.backward(); optimizer.step()), or attach with loss_scale=None"
+            )
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+_SCALED_STEPS = {GradScaler.step.__code__, GradScaler._maybe_opt_step.__code__}
