@@ -124,7 +124,7 @@ def compile_graph(
         strict,
         {**(list_mode_options(mode) if mode else {}), **config.inductor},
         pool,
-        open_weights(gm, example_inputs, pool, rules) if pool else None,
+        open_weights(gm, pool, rules) if pool else None,
         loss_scale,
         device,
     )

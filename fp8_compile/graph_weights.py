@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Iterable, Sequence
+from typing import Any, Callable, Iterable
 
 import torch
 from torch import Tensor, fx, nn
@@ -13,6 +13,7 @@ from fp8_compile.passes.slot import FORWARD, Place, Slot
 from fp8_compile.passes.use_weight_cache import CODES, KNOWN, TRANSPOSED, Use, weight_buffer
 
 from .graph_pool import GraphPool
+from .module_names import real_input
 from .passes.decide import Rules
 from .weight_cache import CachedWeight, WeightCache, local
 
@@ -96,18 +97,16 @@ class FreshWeights:
         return self.compiled(*args)
 
 
-def open_weights(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], pool: GraphPool, rules: Rules
-) -> GraphWeights | None:
+def open_weights(gm: fx.GraphModule, pool: GraphPool, rules: Rules) -> GraphWeights | None:
     """The copies to offer to a graph, where the model has a cache."""
     cache = pool.state.weights
     if cache is None:
         return None
-    placeholders = gm.graph.find_nodes(op="placeholder")
+    inputs = [(node, real_input(node)) for node in gm.graph.find_nodes(op="placeholder")]
     sharded = _gathered_by_fsdp()
     candidates = {
         index: item
-        for index, (node, item) in enumerate(zip(placeholders, example_inputs))
+        for index, (node, item) in enumerate(inputs)
         if _is_matrix(item) and id(item) not in sharded and any(not _looks_up(user) for user in node.users)
     }
     return GraphWeights(cache, pool, candidates, rules)

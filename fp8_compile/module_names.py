@@ -227,9 +227,15 @@ def _resolved(source: Any) -> Any:
         return None
 
 
-def _input_name(node: fx.Node, tensors: dict[int, InputName]) -> InputName:
+def real_input(node: fx.Node) -> Any:
+    """The value that an input of the graph has now, where Dynamo knows where it comes from. A part of a graph that was
+    split for DDP is compiled with fake ones."""
     source = _source_of(node)
-    real = _resolved(source) if source is not None else None
+    return _resolved(source) if source is not None else None
+
+
+def _input_name(node: fx.Node, tensors: dict[int, InputName]) -> InputName:
+    source, real = _source_of(node), real_input(node)
     if real is None:
         return InputName()
     if id(real) in tensors:

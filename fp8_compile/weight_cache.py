@@ -12,12 +12,14 @@ Without a copy stay the weights of FSDP: each rank would have copies of all of t
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import weakref
 from typing import TYPE_CHECKING, Any, Iterable, Mapping
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -81,8 +83,9 @@ class WeightCache:
         if weight not in self._entries:
             rows, cols = local(weight).shape
             device = local(weight).device
-            codes = torch.empty(rows, cols, dtype=dtype, device=device)
-            turned = torch.empty(cols, rows, dtype=dtype, device=device) if transposed else None
+            with _real_unless_fake(weight):
+                codes = torch.empty(rows, cols, dtype=dtype, device=device)
+                turned = torch.empty(cols, rows, dtype=dtype, device=device) if transposed else None
             self._entries[weight] = CachedWeight(codes, turned)
         return self._entries[weight]
 
@@ -94,7 +97,9 @@ class WeightCache:
 
     def known_scales(self, page: int) -> Tensor:
         if page not in self.known:
-            self.known[page] = torch.zeros_like(self.state.pages[page].scales)
+            scales = self.state.pages[page].scales
+            with _real_unless_fake(scales):
+                self.known[page] = torch.zeros_like(scales)
         return self.known[page]
 
     def invalidate(self, weights: Iterable[Tensor] | None = None) -> None:
@@ -201,6 +206,11 @@ def _stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 register_optimizer_step_post_hook(_stepped)
+
+
+def _real_unless_fake(like: Tensor) -> Any:
+    """Where tensors are fake, those of a fake model are meant to be; others not."""
+    return contextlib.nullcontext() if isinstance(like, FakeTensor) else unset_fake_temporarily()
 
 
 def local(weight: Tensor) -> Tensor:
