@@ -34,7 +34,7 @@ def reduces_amaxes(setting: str | None) -> bool:
     if setting not in SETTINGS:
         raise ValueError(f"amax_reduction expects 'max', 'local' or None, got {setting!r}")
     if setting == "max" and not ranks:
-        raise ValueError("amax_reduction='max' needs ranks: call torch.distributed.init_process_group() before attach()")
+        raise ValueError("amax_reduction='max' needs ranks: call init_process_group() of torch.distributed first")
     return setting == "max"
 
 
@@ -112,8 +112,9 @@ class _Layout:
         if check and self.message[:2].tolist() != [self.hash, -self.hash]:
             raise ValueError(
                 f"the ranks have not compiled the same matmuls: rank {dist.get_rank()} has {count} quantized tensors "
-                f"({', '.join(sorted(self.names)[:3])}, ...), others have other ones. Expected every rank to run the same "
-                "modules; with pipeline parallelism pass the group of the ranks that do, or keep amaxes local"
+                f"({', '.join(sorted(self.names)[:3])}, ...), others have other ones. Expected every rank to run the "
+                "same modules; with pipeline parallelism pass the process_group of those that do, or "
+                "amax_reduction='local'"
             )
         flat[self.order] = self.message[2 : 2 + count]
         for amax, reduced in zip(amaxes, flat.view(torch.float32).split([len(one) for one in amaxes])):

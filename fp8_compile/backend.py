@@ -156,8 +156,8 @@ class _Graph:
     ) -> tuple[Callable[..., Any], Report]:
         config, pool, loss_scale, weights = self.config, self.pool, self.loss_scale, self.weights
         looks_first = self.rules.target == "cpu"
-        state = [part.fingerprint if part else None for part in (pool, weights)], loss_scale.wide if loss_scale else None
-        state = (*state, pool.state.held if pool else None)
+        state = [part.fingerprint if part else None for part in (pool, weights)]
+        state += [loss_scale.wide if loss_scale else None, pool.state.held if pool else None]
         key = repr((SOURCE_HASH, config.fingerprint(), self.rules.target, self.names.fingerprint(self.gm), state))
         stored = ReportCache.entry(self.gm, self.example_inputs, key)
         if pool:

@@ -65,7 +65,9 @@ class GraphWeights:
     def finish(self) -> None:
         """The graph is compiled: drop what it and no other graph reads."""
         for argument, entry in self.entries.items():
-            if entry.slot is None:
+            if argument in self.uses:
+                self.cache.keep(entry)
+            elif entry.slot is None:
                 self.cache.drop(self.candidates[argument])
 
     def to_list(self) -> list[Any]:

@@ -4,7 +4,7 @@
     load_scaling_state(model, folder)
 
 The state is the same on all ranks and goes by slots, so it fits any number of them. Saving takes no more than the line
-above. ``dcp.load`` fills tensors that are there already, and a model that has not run yet has no slots: hence this file.
+above. ``dcp.load`` fills tensors that are there already, and a model that has not run yet has no slots: hence this.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def load_scaling_state(model: Any, checkpoint_id: Any, *, key: str = "scaling", 
     if not saved:
         tops = sorted({str(path[0]) for path in paths.values()})
         raise ValueError(
-            f"the checkpoint {checkpoint_id} has no scaling state under {key!r}; it has {', '.join(tops)}. Expected one saved "
-            f"by dcp.save({{..., {key!r}: fp8_compile.scaling_state(model).state_dict()}})"
+            f"the checkpoint {checkpoint_id} has no scaling state under {key!r}; it has {', '.join(tops)}. Expected "
+            f"one saved by dcp.save({{..., {key!r}: fp8_compile.scaling_state(model).state_dict()}})"
         )
     dcp.load({key: saved}, checkpoint_id=checkpoint_id, storage_reader=reader)
     scaling_state(model).load_state_dict(saved)

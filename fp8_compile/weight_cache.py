@@ -46,13 +46,13 @@ class CachedWeight:
     place: Place | None = None
     via: torch.dtype | None = None  # rounded to that dtype first, as autocast does
     weight: weakref.ref[Tensor] | None = None  # that the copy was made from
-    seen: tuple[Tensor, int, int] | None = None  # its memory, kept so that no other can have its address; versions
+    seen: tuple[Tensor, int, int] | None = None  # its memory, kept lest another get its address, and versions
     marked: bool = False  # as changed, whatever its version says
     epoch: int = -1  # of the state, when the copy was made: replaced histories give other scales
     primed: int = -1  # the epoch in which the slot was found to have a history
 
     def is_stale(self, weight: Tensor, epoch: int) -> bool:
-        if self.marked or self.epoch != epoch or self.seen is None or self.weight is None or self.weight() is not weight:
+        if self.marked or self.epoch != epoch or self.seen is None or self.current() is not weight:
             return True
         memory, *versions = self.seen
         now = local(weight)
@@ -62,6 +62,10 @@ class CachedWeight:
         now = local(weight).detach()
         self.marked, self.epoch, self.weight = False, epoch, weakref.ref(weight)
         self.seen = now, weight._version, local(weight)._version
+
+    def current(self) -> Tensor | None:
+        """The weight that the copy was made from, while it is there."""
+        return self.weight() if self.weight is not None else None
 
     def tensors(self) -> list[Tensor]:
         return [tensor for tensor in (self.codes, self.transposed) if tensor is not None]
@@ -74,24 +78,30 @@ class WeightCache:
         self.state = state
         self.known: dict[int, Tensor] = {}  # by page: the scales that the copies were made with, as Page.scales
         self.refreshes = 0
-        self._entries: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._offered: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # weight -> copy, for graphs to come
+        self._read: list[weakref.ref[CachedWeight]] = []  # by graphs, which may run with other weights than at first
         self._launches: Any = None
         _caches.add(self)
 
     def entry(self, weight: Tensor, dtype: torch.dtype, *, transposed: bool) -> CachedWeight:
         """The copy of a weight, an empty one if there is none yet."""
-        if weight not in self._entries:
+        if weight not in self._offered:
             rows, cols = local(weight).shape
             device = local(weight).device
             with _real_unless_fake(weight):
                 codes = torch.empty(rows, cols, dtype=dtype, device=device)
                 turned = torch.empty(cols, rows, dtype=dtype, device=device) if transposed else None
-            self._entries[weight] = CachedWeight(codes, turned)
-        return self._entries[weight]
+            self._offered[weight] = CachedWeight(codes, turned)
+        return self._offered[weight]
+
+    def keep(self, entry: CachedWeight) -> None:
+        """A graph reads this copy."""
+        if not any(entry is one() for one in self._read):
+            self._read.append(weakref.ref(entry))
 
     def drop(self, weight: Tensor) -> None:
         """Forget a copy that no graph reads, and free its memory: the graph that it was offered to keeps the tensor."""
-        entry = self._entries.pop(weight, None)
+        entry = self._offered.pop(weight, None)
         for tensor in entry.tensors() if entry else ():
             tensor.untyped_storage().resize_(0)
 
@@ -105,24 +115,29 @@ class WeightCache:
     def invalidate(self, weights: Iterable[Tensor] | None = None) -> None:
         """Have weights (all of them) quantized again before they are next read."""
         chosen = None if weights is None else {id(weight) for weight in weights}
-        for weight, entry in list(self._entries.items()):
-            entry.marked |= chosen is None or id(weight) in chosen
+        for entry in self.copies():
+            entry.marked |= chosen is None or id(entry.current()) in chosen
+
+    def copies(self) -> list[CachedWeight]:
+        """Every copy that a graph reads."""
+        return [entry for entry in (one() for one in self._read) if entry is not None]
 
     @property
     def entries(self) -> dict[Slot, CachedWeight]:
-        """Every copy that a graph reads."""
-        return {entry.slot: entry for entry in self._entries.values() if entry.slot is not None}
+        """The copies by slot."""
+        return {entry.slot: entry for entry in self.copies() if entry.slot is not None}
 
     def memory_bytes(self) -> int:
-        return sum(tensor.nbytes for entry in self.entries.values() for tensor in entry.tensors())
+        return sum(tensor.nbytes for entry in self.copies() for tensor in entry.tensors())
 
     def ensure_fresh(self, weights: Mapping[CachedWeight, Tensor]) -> None:
         """Before a graph that reads these copies of these weights runs: if one is stale, renew all that are."""
         epoch = self.state.epoch
         if not any(entry.is_stale(weight, epoch) for entry, weight in weights.items()):
             return
-        known = {entry: weight for weight, entry in self._entries.items() if entry.slot is not None}
-        stale = {entry: weight for entry, weight in {**known, **weights}.items() if entry.is_stale(weight, epoch)}
+        others = {entry: entry.current() for entry in self.copies()}
+        pairs = {entry: weight for entry, weight in {**others, **weights}.items() if weight is not None}
+        stale = {entry: weight for entry, weight in pairs.items() if entry.is_stale(weight, epoch)}
         with torch.no_grad():
             self._refresh(stale)
 
@@ -199,7 +214,7 @@ _caches: weakref.WeakSet[WeightCache] = weakref.WeakSet()
 
 
 def _stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Fused optimizers write to weights without raising their version counters (torch 2.13), and who knows of others."""
+    """Fused optimizers write to weights without raising their version counters (torch 2.13); so may others."""
     weights = [weight for group in optimizer.param_groups for weight in group["params"] if weight.requires_grad]
     for cache in list(_caches):
         cache.invalidate(weights)

@@ -76,7 +76,8 @@ def quantize_many_kernel(
     q_t_bytes = tl.load(row + 2).to(tl.pointer_type(tl.uint8))
     rows, cols = tl.load(row + 5), tl.load(row + 6)
     if ALIGNED:
-        x_ptr, q_bytes, q_t_bytes = tl.multiple_of(x_ptr, 16), tl.multiple_of(q_bytes, 16), tl.multiple_of(q_t_bytes, 16)
+        x_ptr, q_bytes = tl.multiple_of(x_ptr, 16), tl.multiple_of(q_bytes, 16)
+        q_t_bytes = tl.multiple_of(q_t_bytes, 16)
         rows, cols = tl.multiple_of(rows, 16), tl.multiple_of(cols, 16)
 
     tile = program - tl.load(first_tile_ptr + low)
