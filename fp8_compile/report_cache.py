@@ -59,9 +59,9 @@ class ReportCache:
         assert self.stored is not None
         return self.stored["weights"]
 
-    def write(self, report: Report, slots: list[Any], weights: list[Any]) -> None:
+    def write(self, report: Report, slots: list[Any], weights: Sequence[Any] = ()) -> None:
         """Best effort: without it the next process compiles again."""
-        data = {"word": self.word, "report": report.to_dict(), "slots": slots, "weights": weights}
+        data = {"word": self.word, "report": report.to_dict(), "slots": slots, "weights": list(weights)}
         with contextlib.suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile("w", dir=self.path.parent, delete=False) as file:

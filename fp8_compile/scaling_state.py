@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.eval_frame import innermost_fn, reset_code
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.autograd.graph import increment_version
 
 from fp8_compile.kernels.delayed_scaling import ENTERED, PASSES, QUANT
 from fp8_compile.passes.slot import BACKWARD, Place, Slot
@@ -67,6 +68,7 @@ class ScalingState:
         """Take over the amaxes that were held."""
         for page in self.pages:
             page.settle()
+            increment_version(page.scales)  # a forward saved them as they were: its backward must not read others
         self.updates += 1
 
     @property

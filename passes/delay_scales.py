@@ -73,7 +73,8 @@ class DelayScales(GraphPass):
     of x, so GPU code has it only for the passes that fill the histories. An inference graph records nothing but for
     slots that have no scale yet. Inside a subgraph there is no place for state: nothing is done there.
 
-    ``held``: the update is somebody else's, who first wants the amaxes of all ranks.
+    ``held``: the update is somebody else's, who first wants the amaxes of all ranks. Inductor drops the clone; then
+    autograd sees to it that backward has the scales that its forward had.
     After:   known = clone(scales)
              amaxes' = fp8_compile.accumulate_amaxes(amaxes, scales, [amax, ...], [row, ...]);  copy_(amaxes, amaxes')
     """

@@ -14,6 +14,7 @@ from two_ranks import HIDDEN, WIDTH, Blocks, make_optimizer, run_two_ranks, trai
 import fp8_compile
 from fp8_compile.amax_reduction import reduces_amaxes
 from fp8_compile.sharded_checkpoint import load_scaling_state
+from fp8_compile.state_handling import handle
 
 
 @pytest.fixture(scope="session")
@@ -102,6 +103,25 @@ def test_tensor_parallel_ranks_share_scales_and_copy_their_own_half_of_each_weig
     weights = [key for key in whole if key.endswith("weight.amax_history")]
     for key in weights:  # of the first step: the largest of both halves
         assert whole[key][0] == first["last"][key][0]
+
+
+def test_amaxes_of_micro_batches_are_held_until_the_update_and_backward_refuses_scales_from_after_it() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(32, 48, bias=False))
+    handle(model).held = True
+    compiled, state = torch.compile(model, backend="fp8"), fp8_compile.scaling_state(model)
+    x = torch.randn(16, 32)
+    x[0, 0] = 8
+    for factor in (1, 4, 2):
+        compiled(x * factor).sum().backward()
+    assert all(not saved.any() for key, saved in state.state_dict().items() if key.endswith("history"))
+    state.update()
+    saved = state.state_dict()
+    assert saved["0#0.input.amax_history"][:2].tolist() == [32, 0] and saved["0#0.input.counts"].tolist() == [1, 1]
+    assert saved["0#0.input.scale"] == torch.tensor(448.0) / 32
+    loss = compiled(x).sum()
+    state.update()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 def test_settings_that_make_no_sense_are_refused() -> None:

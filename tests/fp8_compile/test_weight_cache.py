@@ -162,6 +162,19 @@ def test_attaching_late_and_detaching_compile_again() -> None:
     assert len(backend.reports) == 3 and state.weights is None
 
 
+def test_code_from_inductors_cache_reads_the_copies_too() -> None:
+    for expected in (("miss", "hit"), ("hit",)):
+        torch._dynamo.reset()
+        model, backend = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 32, bias=False)), fp8_compile.Backend()
+        handle(model).cached = True
+        torch.compile(model, backend=backend)(torch.randn(16, 32)).sum().backward()
+        cache = cache_of(model)
+        assert backend.reports[0].cache in expected and cache.refreshes == 1
+        assert [str(slot) for slot in cache.entries] == ["0#0.weight", "2#0.weight"]
+        for entry, layer in zip(cache.entries.values(), (model[0], model[2])):
+            check_fresh(entry, layer.weight, cache)
+
+
 def test_the_launch_for_gpus_writes_what_the_cpu_writes(generator) -> None:
     """In Triton's interpreter: both layouts, slots with and without a history, weights rounded by autocast."""
     caches = []
