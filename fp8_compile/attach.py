@@ -1,21 +1,29 @@
 """Everything that FP8 training needs around ``optimizer.step()``, attached by one line to a loop that stays as it is.
 
     train = fp8_compile.attach(model, optimizer, loss_scale="dynamic", master_weights=True)
+    for batch in data:
+        loss = model(batch); loss.backward(); optimizer.step(); optimizer.zero_grad()
 """
 
 from __future__ import annotations
 
-import functools
+import warnings
 import weakref
 from typing import Any, Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .amax_reduction import AmaxReduction, reduces_amaxes
+from .config import Config
+from .graph_loss_scale import is_offered
+from .loss_scaler import LossScaler
 from .loss_scaling import LossScaling
-from .module_names import plain_module
+from .master_weights import MasterWeights
+from .saved_scaling import SavedScaling
+from .step_hooks import StepHooks
+from .training_checks import check_compiled, check_once, check_owner, unwrap_model, unwrap_optimizer
 from .training_part import Part, Step
 from .weight_caching import WeightCaching
 
@@ -28,63 +36,64 @@ class Training:
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, parts: list[Part]) -> None:
-        self._model, self.optimizer, self.parts = weakref.ref(model), optimizer, parts
-        self.steps = 0  # that were not skipped
+        self.model, self.optimizer, self.parts = model, optimizer, parts
         self.skipped_steps = 0
         self._step: Step | None = None
-        self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []  # parameters and their gradients, while skipping
-        self._hooks = [
-            optimizer.register_step_pre_hook(self._before),
-            optimizer.register_step_post_hook(self._after),
-        ]
+        self._hidden: list[tuple[Tensor, Tensor]] = []  # parameters and their gradients, while a step is skipped
+        self._hooks = StepHooks(optimizer, self._prepare, self._finish)
+        _trainings[optimizer] = weakref.ref(self)
+
+    def part(self, kind: type[Part]) -> Any:
+        """The part of a kind, None if there is none."""
+        return next((part for part in self.parts if isinstance(part, kind)), None)
 
     @property
-    def model(self) -> nn.Module:
-        model = self._model()
-        assert model is not None, "the model is gone"
-        return model
+    def steps(self) -> int:
+        """Steps of the optimizer since the start, those of a loaded checkpoint included, skipped ones not."""
+        return self.part(SavedScaling).steps
 
-    def part(self, name: str) -> Part | None:
-        """The part of that name, if there is one."""
-        return next((part for part in self.parts if part.name == name), None)
+    @property
+    def loss_scale(self) -> float:
+        """The current loss scale; 1 without loss scaling."""
+        return self.part(LossScaling).value
+
+    @property
+    def loss_scaler(self) -> LossScaler | None:
+        """What follows the gradients under ``loss_scale="dynamic"``."""
+        return self.part(LossScaling).scaler
+
+    @property
+    def master_weights(self) -> MasterWeights | None:
+        return self.part(MasterWeights)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain tensors and numbers: all there is to save beside the model's and the optimizer's own state."""
         states = {part.name: part.state_dict() for part in self.parts}
-        return {"steps": self.steps, "skipped_steps": self.skipped_steps, **{k: v for k, v in states.items() if v}}
+        return {"skipped_steps": self.skipped_steps, **{name: state for name, state in states.items() if state}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take a saved state over, after the model's and the optimizer's."""
-        self.steps, self.skipped_steps = state_dict["steps"], state_dict["skipped_steps"]
+        """Take a saved state over, after the model's and the optimizer's own; before or after the first forward."""
+        known = {"skipped_steps", *(part.name for part in self.parts)}
+        if not {"skipped_steps", SavedScaling.name} <= set(state_dict) <= known:
+            raise ValueError(
+                f"a checkpoint with {sorted(state_dict)} does not fit parts {sorted(known)}; "
+                "expected a state_dict() of a Training that was attached with the same arguments"
+            )
+        masters = self.master_weights
+        if masters is not None and masters.memory_bytes() and masters.name not in state_dict:
+            raise ValueError("the checkpoint has no master weights: it was saved without master_weights=True")
         for part in self.parts:
             if part.name in state_dict:
                 part.load_state_dict(state_dict[part.name])
+        self.skipped_steps = int(state_dict["skipped_steps"])
 
     def detach(self) -> None:
-        """Take everything off again."""
-        for hook in self._hooks:
-            hook.remove()
+        """Take everything off again. Code that was compiled with a loss scale goes on with a scale of 1."""
+        self._hooks.remove()
+        _trainings.pop(self.optimizer, None)
         for part in reversed(self.parts):
             part.detach()
 
-    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if closure is None:
-            self._prepare()
-            return None
-
-        @functools.wraps(closure)
-        def then_prepare() -> Any:
-            with torch.enable_grad():
-                loss = closure()
-            self._prepare()
-            return loss
-
-        if "closure" in kwargs:
-            return args, {**kwargs, "closure": then_prepare}
-        return (args[0], then_prepare, *args[2:]), kwargs
-
-    @torch.no_grad()
     def _prepare(self) -> None:
         self._step = step = Step(self.optimizer)
         for part in self.parts:
@@ -95,17 +104,16 @@ class Training:
         if step.skipped:
             self._hide_gradients()
 
-    @torch.no_grad()
-    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _finish(self) -> None:
         step, self._step = self._step, None
-        if step is None:
+        if step is None:  # a closure that the optimizer never called
             return
         for parameter, gradient in self._hidden:
             parameter.grad = gradient
         self._hidden.clear()
         for part in self.parts:
             part.after_step(step)
-        self.steps, self.skipped_steps = self.steps + (not step.skipped), self.skipped_steps + step.skipped
+        self.skipped_steps += step.skipped
 
     def _hide_gradients(self) -> None:
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
@@ -114,26 +122,60 @@ class Training:
             parameter.grad = None
 
 
+_trainings: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Training]] = weakref.WeakKeyDictionary()
+
+
 def attach(
     model: nn.Module,
     optimizer: Optimizer,
     *,
-    loss_scale: float | str | None = None,
+    loss_scale: float | str | LossScaler | None = None,
     master_weights: bool = False,
     weight_cache: bool = True,
     amax_reduction: str | None = None,
     process_group: Any = None,
 ) -> Training:
-    """Hook the parts that are asked for into ``optimizer.step()``.
+    """Hook what FP8 training needs into ``optimizer.step()``: after ``torch.compile``, before the first forward.
 
-    ``amax_reduction``: "max" over the ranks of ``process_group`` (None: all), or "local"; None: "max" where there are
-    several ranks.
+    ``loss_scale``      None: as the options of ``torch.compile`` say. A number: fixed. ``"dynamic"``: halved after a
+                        step with gradients that are not finite, doubled after 2000 good steps; a :class:`LossScaler`
+                        sets other numbers. Such steps are skipped, as if they had never been.
+    ``master_weights``  keep the 16-bit parameters in FP32 for the optimizer.
+    ``weight_cache``    quantize weights once a step of the optimizer, not in every forward.
+    ``amax_reduction``  ``"max"``: every rank of ``process_group`` (None: all) has the scales of all of them.
+                        ``"local"``: its own. None: ``"max"`` where there are several ranks.
     """
-    module = plain_module(model)
-    parts: list[Part] = [LossScaling(module, loss_scale)]
-    # In this order: who raises found_inf before who reduces it over ranks; masters before who reads the new weights.
-    if reduces_amaxes(amax_reduction):
+    module, optimizer = unwrap_model(model), unwrap_optimizer(optimizer)
+    check_compiled(model, module)
+    check_owner(module, optimizer)
+    check_once(lambda: is_offered(module) or bool(optimizer in _trainings and _trainings[optimizer]()))
+    reduces = reduces_amaxes(amax_reduction)
+    scaler = loss_scale if isinstance(loss_scale, LossScaler) else None
+    setting = "dynamic" if isinstance(loss_scale, LossScaler) else Config(loss_scale=loss_scale).loss_scale
+    scaling = LossScaling(module, setting, scaler)
+    # In this order. Before the decision, who raises found_inf comes before who reduces it over ranks. After the step,
+    # masters are rounded into the weights before anyone reads those. What changes amaxes does so in before_step:
+    # LossScaling keeps a copy of them in after_step.
+    parts: list[Part] = [SavedScaling(module), scaling]
+    if master_weights:
+        names = {parameter: name for name, parameter in module.named_parameters()}
+        parts.append(MasterWeights(optimizer, names, hooks=False))
+    if reduces:
         parts.append(AmaxReduction(module, process_group))
     if weight_cache:
         parts.append(WeightCaching(module))
+    _look_at_fp16(module, scaling, master_weights)
     return Training(module, optimizer, parts)
+
+
+def _look_at_fp16(module: nn.Module, scaling: LossScaling, master_weights: bool) -> None:
+    """FP16 gradients need their own way out of a graph: what the loss scale saved inside would be lost outside."""
+    if not any(parameter.dtype == torch.float16 for parameter in module.parameters()):
+        return
+    scaling.graphs.wide = master_weights
+    if scaling.on and not master_weights:
+        warnings.warn(
+            "the model has FP16 parameters, whose gradients leave the graph in FP16 and are lost below 6e-8, loss "
+            "scale or not: attach with master_weights=True, and they leave in FP32",
+            stacklevel=3,
+        )

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Callable, Mapping, Sequence
 
 import torch
 from torch import fx
+from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch._inductor import list_mode_options
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -227,7 +228,10 @@ class _Graph:
         ours = {"joint_custom_pre_pass": joint, **({"post_grad_custom_pre_pass": split} if split else {})}
         ours = {field: _with_users(field, one, patches) for field, one in ours.items()}
         inputs = list(self.example_inputs)
-        return compile_fx(self.gm, inputs, inner_compile=inner_compile, config_patches={**patches, **ours})
+        # A warm-up's first FP8 pass comes later: nothing may be left to compile then, as backward of dynamic shapes is.
+        whole = self.config.warmup_steps > 0 or functorch_config.force_non_lazy_backward_lowering
+        with functorch_config.patch(force_non_lazy_backward_lowering=whole):
+            return compile_fx(self.gm, inputs, inner_compile=inner_compile, config_patches={**patches, **ours})
 
 
 def make_rules(config: Config, target: Target, selection: Selection) -> Rules:

@@ -50,6 +50,7 @@ class GraphLossScale:
 # By module, for every module of an attached model: gives the scale that a config asks for, or None.
 _attached: weakref.WeakKeyDictionary[nn.Module, weakref.WeakMethod] = weakref.WeakKeyDictionary()
 _fixed: weakref.WeakKeyDictionary[nn.Module, GraphLossScale] = weakref.WeakKeyDictionary()  # by options alone
+_compiled: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # have code
 _unscaled: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # have code for training without a loss scale
 
 
@@ -64,6 +65,15 @@ def withdraw(model: nn.Module) -> None:
         _attached.pop(module, None)
 
 
+def is_offered(model: nn.Module) -> bool:
+    """Whether a model is attached, or a module of it, or one that it is in."""
+    return any(module in _attached and _attached[module]() is not None for module in model.modules())
+
+
+def was_compiled(model: nn.Module) -> bool:
+    return any(module in _compiled for module in model.modules())
+
+
 def compiled_without(model: nn.Module) -> bool:
     """Whether some of the model's code for training has no loss scale in it."""
     return any(module in _unscaled for module in model.modules())
@@ -76,6 +86,7 @@ def loss_scale_of_compilation(gm: fx.GraphModule, config: Config, *, strict: boo
     methods = [_attached[module]() for module in modules if module in _attached]
     give = next((method for method in methods if method is not None), None)
     scale = give(config) if give is not None else _by_options(modules, config, strict)
+    _compiled.update(modules)
     if scale is None and torch.is_grad_enabled():
         _unscaled.update(modules)
     return scale
@@ -87,8 +98,8 @@ def _by_options(modules: list[nn.Module], config: Config, strict: bool) -> Graph
     if config.loss_scale == "dynamic":
         if strict:
             raise ValueError(
-                "loss_scale='dynamic' has nobody to update it: call fp8_compile.attach(model, optimizer) before the first "
-                "forward, or give a fixed loss_scale such as 65536"
+                "loss_scale='dynamic' has nobody to update it: call fp8_compile.attach(model, optimizer) before the "
+                "first forward, or give a fixed loss_scale such as 65536"
             )
         return GraphLossScale(INIT_SCALE)
     value = float(config.loss_scale)

@@ -34,7 +34,7 @@ class LossScaler(torch.amp.GradScaler):
         enabled: bool = True,
     ) -> None:
         if not 0 < floor <= init_scale < float("inf"):
-            raise ValueError(f"expected 0 < floor <= init_scale, both finite, got floor={floor}, init_scale={init_scale}")
+            raise ValueError(f"expected 0 < floor <= init_scale, both finite, got {floor=}, {init_scale=}")
         if growth_factor <= 1 or not 0 < backoff_factor < 1 or growth_interval < 1:
             raise ValueError(
                 "expected growth_factor > 1, 0 < backoff_factor < 1 and growth_interval >= 1, got "

@@ -61,7 +61,8 @@ class LossScaling(Part):
         if not self.on:
             return
         _refuse_grad_scaler()
-        gradients = [_local(p.grad) for group in step.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        parameters = (parameter for group in step.optimizer.param_groups for parameter in group["params"])
+        gradients = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
         largest = [*self.graphs.largest(), *_largest(gradients)]
         if not largest:
             return
@@ -124,8 +125,8 @@ class LossScaling(Part):
     def _turn_on(self, setting: float | str) -> None:
         if compiled_without(self.model):
             raise ValueError(
-                "the model has code for training without a loss scale already; call attach() before the first forward, or "
-                "torch._dynamo.reset() before attach()"
+                "the model has code for training without a loss scale already; call attach() before the first forward, "
+                "or torch._dynamo.reset() before attach()"
             )
         self.setting = setting
         if setting == "dynamic":
@@ -158,14 +159,14 @@ def _local(gradient: Tensor) -> Tensor:
 
 
 def _refuse_grad_scaler() -> None:
-    """A GradScaler that is on calls ``optimizer.step()`` from one of these; one that is off, directly from its step()."""
+    """A scaler that is on would scale the loss a second time; it is among those who called ``optimizer.step()``."""
     frame = sys._getframe()
     while frame is not None:
         owner = frame.f_locals.get("self") if frame.f_code in _SCALED_STEPS else None
         if isinstance(owner, GradScaler) and owner.is_enabled():
             raise ValueError(
-                f"{type(owner).__name__} and the loss scaling of fp8_compile.attach() are both on: the loss would be scaled "
-                "twice. Remove the scaler (loss.backward(); optimizer.step()), or attach with loss_scale=None"
+                f"{type(owner).__name__} and the loss scaling of fp8_compile.attach() are both on: the loss would be "
+                "scaled twice. Remove the scaler (loss.backward(); optimizer.step()), or attach with loss_scale=None"
             )
         frame = frame.f_back  # type: ignore[assignment]
 

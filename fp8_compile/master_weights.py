@@ -32,7 +32,7 @@ class MasterWeights(Part):
     def __init__(self, optimizer: Optimizer, names: Mapping[Tensor, str] | None = None, *, hooks: bool = True) -> None:
         """``names``: of parameters, as keys of ``state_dict()``; without them their positions in the optimizer."""
         if isinstance(optimizer, LBFGS):
-            raise ValueError("LBFGS keeps a list of parameters of its own, so masters can't take their place; use another")
+            raise ValueError("LBFGS has its own list of parameters, which masters can't enter; use another optimizer")
         self.optimizer, self._names = optimizer, names or {}
         self._masters: dict[Tensor, Tensor] = {}
         self._versions: dict[Tensor, int] = {}

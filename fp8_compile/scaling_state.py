@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import weakref
 from types import CodeType
-from typing import TYPE_CHECKING, Any, Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Callable, Iterable, Iterator, Mapping, Protocol
 
 import torch
 from torch import Tensor, fx, nn
@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.autograd.graph import increment_version
 
 from fp8_compile.kernels.delayed_scaling import ENTERED, PASSES, QUANT
+from fp8_compile.passes.find_matmuls import Role
 from fp8_compile.passes.slot import BACKWARD, Place, Slot
 
 from .module_names import compiled_root, frame_code, modules_read, plain_module
@@ -32,6 +33,14 @@ if TYPE_CHECKING:
 SAVED = ("scale", "amax_history", "counts", "largest")
 
 
+class Calibration(Protocol):
+    """What :meth:`ScalingState.prime` asks of ``fp8_compile.calibrate``'s result."""
+
+    def amax(self, name: str) -> float | Tensor:
+        """The largest magnitude that a module's input had; KeyError for one that was not looked at."""
+        ...
+
+
 class ScalingState:
     """The state of one model. :func:`scaling_state` finds it."""
 
@@ -39,6 +48,7 @@ class ScalingState:
         self._model = weakref.ref(model) if model is not None else None
         self.pages: list[Page] = []
         self._waiting: dict[str, dict[str, Tensor]] = {}  # loaded, for slots that no graph has asked for yet
+        self._calibration: Calibration | None = None
         self.gradient_unit = 1.0  # the loss scale: gradients inside graphs are that many times as large
         self.steps: int | None = None  # of the optimizer; None: nobody counts them
         self.epoch = 0  # goes up when histories are replaced: whoever believed that they were there looks again
@@ -129,12 +139,35 @@ class ScalingState:
         self._waiting = {slot: row for slot, row in rows.items() if slot not in places}
         self.epoch += 1
 
+    def prime(self, calibration: Calibration) -> None:
+        """Let inputs begin with the amaxes of a calibration, as if a pass had seen them: of slots that are there, and
+        of those that graphs will ask for."""
+        self._calibration = calibration
+        inputs = [(slot, place) for slot, place in self.slots() if slot.role is Role.INPUT]
+        primed = [self._prime(slot, self.pages[place.page], place.row) for slot, place in inputs]
+        if inputs and not any(primed):
+            names = ", ".join(sorted({slot.module for slot, _ in inputs})[:5])
+            raise ValueError(
+                f"the calibration knows none of the model's quantized inputs ({names}); expected one of the same model"
+            )
+
+    def _prime(self, slot: Slot, page: Page, row: int) -> bool:
+        if self._calibration is None or slot.role is not Role.INPUT:
+            return False
+        try:
+            amax = float(self._calibration.amax(slot.module))
+        except KeyError:  # not a module that was calibrated: a matmul outside any layer
+            return False
+        page.amaxes.data[row] = max(float(page.amaxes[row]), amax)
+        return True
+
     def reset(self) -> None:
         """Forget all histories, as when weights or data are replaced by very different ones: the next pass takes each
         tensor's scale from the tensor itself, as the first one did."""
         for page in self.pages:
             page.clear()
         self._waiting.clear()
+        self._calibration = None
         self.epoch += 1
 
     def stats(self) -> StatsTable:
@@ -174,11 +207,13 @@ class ScalingState:
             self.pages[place.page].scales.data[:, place.row] = 1.0
 
     def take_waiting(self, slot: Slot, page: Page, row: int) -> None:
-        """Fill a new slot with what was loaded for it before it was there."""
-        if (saved := self._waiting.get(str(slot))) is not None:
-            _check_length(str(slot), saved, page.kind.length)
-            with unset_fake_temporarily(), torch.no_grad():  # passes run on fake tensors; the state is real
+        """Fill a new slot with what was loaded for it, or calibrated, before it was there."""
+        with unset_fake_temporarily(), torch.no_grad():  # passes run on fake tensors; the state is real
+            if (saved := self._waiting.get(str(slot))) is not None:
+                _check_length(str(slot), saved, page.kind.length)
                 page.set_row(row, self._waiting.pop(str(slot)))
+            else:
+                self._prime(slot, page, row)
 
     def _check(self, rows: Mapping[str, Mapping[str, Tensor]], places: Mapping[str, Place]) -> None:
         missing = sorted(set(places) - set(rows))

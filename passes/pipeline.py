@@ -135,8 +135,8 @@ class SplitPipeline(Pipeline):
     """What is better done when it is known which tensors are saved for backward."""
 
     def __init__(self, rules: Rules, key: str, observer: Observer | None = None) -> None:
-        for_target = [CallCpuKernels(), FuseDelayedQuantizes()] if rules.target == "cpu" else [RelayoutBytes(), FlagOverflowInPlace()]
-        super().__init__([*for_target, UpdateInPlace()], key, observer)
+        on_cpu, on_gpu = [CallCpuKernels(), FuseDelayedQuantizes()], [RelayoutBytes(), FlagOverflowInPlace()]
+        super().__init__([*(on_cpu if rules.target == "cpu" else on_gpu), UpdateInPlace()], key, observer)
 
     def phase(self, graph: fx.Graph) -> str:
         # Not by the nodes' tags: forward saves values, such as the mask of a relu, that were traced for backward.

@@ -81,9 +81,9 @@ class _Scaling:
     def enter(self, tangent: fx.Node) -> None:
         if not isinstance(value(tangent), torch.Tensor) or not value(tangent).is_floating_point():
             return
-        users = list(tangent.users)
+        users, dtype = list(tangent.users), value(tangent).dtype
         with self.graph.inserting_before(self.last.next):
-            scaled = inline(self.graph, _times, tangent, self.scale, value(tangent).dtype, like=tangent, tags=IN_BACKWARD)
+            scaled = inline(self.graph, _times, tangent, self.scale, dtype, like=tangent, tags=IN_BACKWARD)
         for user in users:
             user.replace_input_with(tangent, scaled)
 

@@ -63,10 +63,9 @@ def test_options_that_contradict_each_other_are_named_together(options: dict[str
         Config(**options)
 
 
-@pytest.mark.parametrize("options", [{"loss_scale": 1024}, {"loss_scale": "dynamic"}])
-def test_what_is_planned_says_so(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="not in this version of fp8_compile yet"):
-        Config(**options)
+@pytest.mark.parametrize("loss_scale", [None, 1024, 0.5, "dynamic"])
+def test_a_loss_scale_is_none_a_number_or_dynamic(loss_scale: Any) -> None:
+    assert Config(loss_scale=loss_scale, warmup_steps=3).loss_scale == loss_scale
 
 
 def test_an_unknown_option_offers_the_nearest_and_lists_all() -> None:

@@ -16,6 +16,7 @@ from fp8_compile.kernels.delayed_scaling import DEQUANT, QUANT, cast_delayed
 from fp8_compile.kernels.gpu import quantize_many, quantize_transpose, tile
 from fp8_compile.state_handling import handle
 from fp8_compile.weight_cache import CachedWeight, WeightCache
+from fp8_compile.weight_caching import WeightCaching
 
 
 class Model(nn.Module):
@@ -81,7 +82,7 @@ def test_training_is_the_same_bit_for_bit_with_one_refresh_a_step(fused: bool) -
     slots = {"first#0.weight", "second#0.weight"}
     cache = cache_of(model)
     assert {str(slot) for slot in cache.entries} == slots, "one for the shared weight, none for head and embedding"
-    assert cache.refreshes == 4 and training.part("weight_cache").memory_bytes() == 2 * 32 * 32
+    assert cache.refreshes == 4 and training.part(WeightCaching).memory_bytes() == 2 * 32 * 32
     for expected, found in zip(plain, cached):
         shared = [key for key in expected if not key.startswith("third#0.weight")]  # has the slot of the first
         assert set(found) >= set(shared) and all(torch.equal(expected[key], found[key]) for key in shared)
