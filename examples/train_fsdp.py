@@ -18,14 +18,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from byte_lm import ByteLM, batches, stdlib_text
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from tqdm import tqdm
 
 import fp8_compile
-from fp8_compile.attach import attach
+from byte_lm import ByteLM, batches, stdlib_text
 from fp8_compile.sharded_checkpoint import load_scaling_state
 
 
@@ -81,7 +80,7 @@ def main() -> None:
     model = sharded_model(device, arguments.layers, arguments.width)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     compiled = torch.compile(model, backend="fp8")
-    attach(compiled, optimizer)
+    fp8_compile.attach(compiled, optimizer)
 
     done = 0
     if arguments.checkpoint and (arguments.checkpoint / ".metadata").exists():

@@ -12,7 +12,7 @@ from torch import Tensor
 from two_ranks import HIDDEN, WIDTH, Blocks, make_optimizer, run_two_ranks, train
 
 import fp8_compile
-from fp8_compile.amax_reduction import reduces_amaxes
+from fp8_compile.amax_reduction import AmaxReduction, reduces_amaxes
 from fp8_compile.sharded_checkpoint import load_scaling_state
 from fp8_compile.state_handling import handle
 
@@ -122,6 +122,19 @@ def test_amaxes_of_micro_batches_are_held_until_the_update_and_backward_refuses_
     state.update()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_ranks_that_compiled_other_matmuls_are_told(monkeypatch) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(32, 48, bias=False))
+    reduction = AmaxReduction(model)
+
+    def with_other_rank(message: Tensor, *arguments: object, group: object) -> None:
+        message[:2] = torch.maximum(message[:2], torch.tensor([12345, -12345], dtype=torch.int32))
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", with_other_rank)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    with pytest.raises(ValueError, match="rank 0 has 0 quantized tensors .* amax_reduction='local'"):
+        reduction.reduce()
 
 
 def test_settings_that_make_no_sense_are_refused() -> None:

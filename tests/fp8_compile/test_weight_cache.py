@@ -11,7 +11,6 @@ from interpreted import check_same, interpreted
 from torch import nn
 
 import fp8_compile
-from fp8_compile.attach import attach
 from fp8_compile.kernels.delayed_scaling import DEQUANT, QUANT, cast_delayed
 from fp8_compile.kernels.gpu import quantize_many, quantize_transpose, tile
 from fp8_compile.state_handling import handle
@@ -74,7 +73,7 @@ def test_training_is_the_same_bit_for_bit_with_one_refresh_a_step(fused: bool) -
         compiled = torch.compile(model, backend="fp8")
         # Fused optimizers leave version counters as they are.
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
-        training = attach(compiled, optimizer, weight_cache=cached)
+        training = fp8_compile.attach(compiled, optimizer, weight_cache=cached)
         losses = trained(model, compiled, 4, optimizer)
         results.append((losses, model.state_dict(), fp8_compile.scaling_state(model).state_dict()))
     (losses, *plain), (same_losses, *cached) = results
@@ -155,7 +154,7 @@ def test_attaching_late_and_detaching_compile_again() -> None:
     x, state = torch.randn(16, 32), fp8_compile.scaling_state(model)
     compiled(x).sum().backward()
     assert state.weights is None
-    training = attach(compiled, optimizer)
+    training = fp8_compile.attach(compiled, optimizer)
     compiled(x).sum().backward()
     assert len(backend.reports) == 2 and cache_of(model).refreshes == 1
     training.detach()
@@ -166,7 +165,8 @@ def test_attaching_late_and_detaching_compile_again() -> None:
 def test_code_from_inductors_cache_reads_the_copies_too() -> None:
     for expected in (("miss", "hit"), ("hit",)):
         torch._dynamo.reset()
-        model, backend = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 32, bias=False)), fp8_compile.Backend()
+        model = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 32, bias=False))
+        backend = fp8_compile.Backend()
         handle(model).cached = True
         torch.compile(model, backend=backend)(torch.randn(16, 32)).sum().backward()
         cache = cache_of(model)

@@ -22,7 +22,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8_compile
-from fp8_compile.attach import attach
 from fp8_compile.sharded_checkpoint import load_scaling_state
 
 WIDTH, HIDDEN, ROWS = 32, 64, 32
@@ -86,7 +85,7 @@ def ddp(rank: int, folder: pathlib.Path) -> dict[str, Any]:
     backend = fp8_compile.Backend()
     compiled = torch.compile(DistributedDataParallel(model, bucket_cap_mb=0.02), backend=backend)
     optimizer = make_optimizer(model)
-    attach(compiled, optimizer)
+    fp8_compile.attach(compiled, optimizer)
     half = slice(rank * ROWS // 2, (rank + 1) * ROWS // 2)
     train(compiled, optimizer, range(2), half)
     state = fp8_compile.scaling_state(model)
@@ -107,7 +106,7 @@ def fsdp(rank: int, folder: pathlib.Path) -> dict[str, Any]:
             fully_shard(block, mesh=init_device_mesh("cpu", (2,)))
         fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
         compiled, optimizer = torch.compile(model, backend="fp8"), make_optimizer(model)
-        attach(compiled, optimizer)
+        fp8_compile.attach(compiled, optimizer)
         return model, compiled, optimizer
 
     half = slice(rank * ROWS // 2, (rank + 1) * ROWS // 2)
@@ -144,7 +143,7 @@ def tensor_parallel(rank: int, folder: pathlib.Path) -> dict[str, Any]:
     for block in model.blocks:
         parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     compiled, optimizer = torch.compile(model, backend="fp8"), make_optimizer(model)
-    attach(compiled, optimizer)
+    fp8_compile.attach(compiled, optimizer)
     losses = train(compiled, optimizer, range(3))
     state = fp8_compile.scaling_state(model)
     return {"losses": losses, "last": state.state_dict(), "copies": copies(state), "refreshes": state.weights.refreshes}
