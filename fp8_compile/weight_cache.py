@@ -45,7 +45,7 @@ class CachedWeight:
     slot: Slot | None = None
     place: Place | None = None
     via: torch.dtype | None = None  # rounded to that dtype first, as autocast does
-    weight: weakref.ref[Tensor] | None = None  # that the copy was made from
+    weight: weakref.ref[Tensor] | None = None  # that the copy was made from, or will be
     seen: tuple[Tensor, int, int] | None = None  # its memory, kept lest another get its address, and versions
     marked: bool = False  # as changed, whatever its version says
     epoch: int = -1  # of the state, when the copy was made: replaced histories give other scales
@@ -64,7 +64,7 @@ class CachedWeight:
         self.seen = now, weight._version, local(weight)._version
 
     def current(self) -> Tensor | None:
-        """The weight that the copy was made from, while it is there."""
+        """That weight, while it is there."""
         return self.weight() if self.weight is not None else None
 
     def tensors(self) -> list[Tensor]:
@@ -91,7 +91,7 @@ class WeightCache:
             with _real_unless_fake(weight):
                 codes = torch.empty(rows, cols, dtype=dtype, device=device)
                 turned = torch.empty(cols, rows, dtype=dtype, device=device) if transposed else None
-            self._offered[weight] = CachedWeight(codes, turned)
+            self._offered[weight] = CachedWeight(codes, turned, weight=weakref.ref(weight))
         return self._offered[weight]
 
     def keep(self, entry: CachedWeight) -> None:

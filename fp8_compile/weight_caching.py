@@ -17,7 +17,8 @@ log = logging.getLogger("fp8_compile")
 class WeightCaching(Part):
     """Weights are quantized once a step, all of them in one launch; see ``weight_cache.py``.
 
-    Code that was compiled before is compiled again at its next call.
+    Code that was compiled before is compiled again at its next call. Detached, code goes on with its copies, which
+    are renewed whenever a weight has changed; what is compiled from then on has none.
     """
 
     name = "weight_cache"
@@ -44,7 +45,6 @@ class WeightCaching(Part):
 
     def detach(self) -> None:
         handle(self.model).cached = False
-        recompile(self.model, "without FP8 copies of its weights")
 
 
 def recompile(model: nn.Module, reason: str) -> None:

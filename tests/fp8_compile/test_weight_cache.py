@@ -147,7 +147,7 @@ def test_backward_refuses_copies_that_its_forward_did_not_read(warm) -> None:
         loss.backward()
 
 
-def test_attaching_late_and_detaching_compile_again() -> None:
+def test_attaching_late_compiles_again_and_copies_stay_fresh_when_detached() -> None:
     backend = fp8_compile.Backend()
     model = nn.Sequential(nn.Linear(32, 48, bias=False))
     compiled, optimizer = torch.compile(model, backend=backend), torch.optim.SGD(model.parameters(), lr=0.1)
@@ -156,10 +156,14 @@ def test_attaching_late_and_detaching_compile_again() -> None:
     assert state.weights is None
     training = fp8_compile.attach(compiled, optimizer)
     compiled(x).sum().backward()
-    assert len(backend.reports) == 2 and cache_of(model).refreshes == 1
+    cache = cache_of(model)
+    assert len(backend.reports) == 2 and cache.refreshes == 1
     training.detach()
+    assert state.weights is None
+    optimizer.step()
     compiled(x).sum().backward()
-    assert len(backend.reports) == 3 and state.weights is None
+    assert len(backend.reports) == 2 and cache.refreshes == 2
+    check_fresh(*cache.entries.values(), model[0].weight, cache)
 
 
 def test_code_from_inductors_cache_reads_the_copies_too() -> None:
