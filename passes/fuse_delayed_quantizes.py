@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from fp8_compile.kernels.cpu.ops import cast_op, quantize_delayed_op, round_op
+from fp8_compile.kernels.cpu.quantize import cast_op, quantize_delayed_op
 from fp8_compile.kernels.delayed_scaling import DEQUANT, QUANT
 
 from .call_cpu_kernels import next_call
@@ -21,8 +21,8 @@ class FuseDelayedQuantizes(GraphPass):
     """Make one call of what a delayed quantize is made of.
 
     Before:  amax = amax(abs(x));  used = where(scale > 0, scale, 448 / amax);  s = 1 / used
-             r = fp8_compile.round(x, used);  q = fp8_compile.cast(x, used)
-    After:   r, q, used, s, amax = fp8_compile.quantize_delayed(x, scale)         r and q each only where it is used
+             q = fp8_compile.cast(x, used)
+    After:   q, used, s, amax = fp8_compile.quantize_delayed(x, scale)         q only where it is used
 
     Where backward makes a forward tensor again, no amax is asked for, and nothing is fused.
     """
@@ -42,19 +42,17 @@ def _fuse(graph: fx.Graph, part: dict[int, fx.Node]) -> None:
     used, amax = part[QUANT], part[AMAX]
     x, given = source_of_scale(amax), used.args[1]  # where(given > 0, given, own)
     assert used.target is aten.where.self and isinstance(given, fx.Node), used.format_node()
-    calls = {op: [user for user in used.users if user.target is op and user.args[0] is x] for op in (round_op, cast_op)}
+    casts = [user for user in used.users if user.target is cast_op and user.args[0] is x]
     delayed: Delayed = used.meta["fp8_delayed"]
     dtype, _ = used.meta["fp8_arguments"]
     order = {node: index for index, node in enumerate(graph.nodes)}
     with graph.inserting_before(next_call(max((x, given), key=order.__getitem__))):
-        wanted = (bool(calls[round_op]), bool(calls[cast_op]))
-        all_of_it = emit(graph, quantize_delayed_op, x, given, dtype, delayed.margin, *wanted, like=used)
-        results = [getitem(graph, all_of_it, index) for index in range(5)]
-    for op, result in ((round_op, results[0]), (cast_op, results[1])):
-        for call in calls[op]:
-            call.replace_all_uses_with(result)
-            graph.erase_node(call)
-    for kind, result in ((QUANT, results[2]), (DEQUANT, results[3]), (AMAX, results[4])):
+        all_of_it = emit(graph, quantize_delayed_op, x, given, dtype, delayed.margin, bool(casts), like=used)
+        q, *scales = (getitem(graph, all_of_it, index) for index in range(4))
+    for cast in casts:
+        cast.replace_all_uses_with(q)
+        graph.erase_node(cast)
+    for kind, result in zip((QUANT, DEQUANT, AMAX), scales):
         if kind in part:
             # Not within the formula that it replaces: parts of that come earlier in the graph, and are dead now.
             part[kind].replace_all_uses_with(result, delete_user_cb=lambda user: not is_scale(user))

@@ -1,63 +1,72 @@
-"""Run FP8 gemms on a CPU: upcast exactly, multiply in FP32, scale."""
+"""Run FP8 gemms on a CPU with our own C++."""
 
 from __future__ import annotations
-
-from typing import Any, Mapping
 
 import torch
 from torch import fx
 
-from fp8_compile.kernels.cpu.ops import scaled_product_op
-from fp8_compile.kernels.scaled_mm import epilogue, has_tiles, operands
+from fp8_compile.kernels.cpu.scaled_mm import scaled_mm_op
 
-from .emit import GEMM, NEVER_SAVED, emit, inline, value
-from .find_matmuls import root_of
+from .emit import GEMM, NEVER_SAVED, emit, inline
 from .graph_pass import GraphPass, PassReport
 
-aten, prims = torch.ops.aten, torch.ops.prims
+aten = torch.ops.aten
+
+READ_AGAIN = "read again"  # meta["fp8_kind"] of the copies that stand for a reading in backward, until the graph is split
 
 
 class LowerScaledMmForCpu(GraphPass):
-    """Replace ``aten._scaled_mm``, which is a reference loop on CPUs, with an exact FP32 product.
+    """Replace ``aten._scaled_mm``, which is a reference loop on CPUs, with the gemm of ``kernels/cpu``.
 
     Before:  y: bf16[M, N] = _scaled_mm(qa, qb, sa, sb, bias, out_dtype=bf16)
-    After:   y = fp8_compile.scaled_product(float(qa), float(qb), sa, sb, bias, bf16)
-    Tiles:   y = convert_element_type(mm(float(qa) * sa, float(qb) * sb) + bias, bf16)
+    After:   y: bf16[M, N] = fp8_compile.scaled_mm(qa, qb, sa, sb, bias, bf16)
+    Backward:                fp8_compile.scaled_mm(view(view(qa, uint8) | 0, float8_e4m3fn), ...)
 
-    FP8 values are exact in FP32 and so are their products; only the sum rounds, as on a GPU.
-    Upcasts that backward reads too are never saved for it: the FP8 tensors are, at a quarter of the bytes.
+    It takes either operand in either layout, and scales of tensors, rows and tiles.
+
+    The partitioner would save whatever an op that it does not know reads in backward, even where q can be made again
+    from tensors that are saved anyway: weights, the input of an activation function. A copy that is never saved lets
+    it choose (``| 0``, because Inductor takes a plain copy out too early); ``CallCpuKernels`` drops it afterwards.
     """
 
     def run(self, graph: fx.Graph) -> PassReport:
         gemms = graph.find_nodes(op="call_function", target=aten._scaled_mm.default)
         nodes = [node for node in gemms if node.meta.get("fp8_kind") == GEMM]
-        read_in_backward = {root_of(q) for node in nodes if node.meta["fp8_gemm"] != "output" for q in node.args[:2]}
         for node in nodes:
-            never_saved = bool({root_of(q) for q in node.args[:2]} & read_in_backward)
-            tags = NEVER_SAVED if never_saved else {}
+            tags = {"recompute": node.meta["recompute"]} if "recompute" in node.meta else {}
             with graph.inserting_before(node):
-                result = _tiled(graph, node, tags) if _has_tiles(node) else _product(graph, node, tags)
+                sides = [_read_again(graph, q, node) if node.meta["fp8_gemm"] != "output" else q for q in node.args[:2]]
+                result = emit(
+                    graph,
+                    scaled_mm_op,
+                    *sides,
+                    *node.args[2:4],
+                    node.kwargs["bias"],
+                    node.kwargs["out_dtype"],
+                    like=node,
+                    tags={"fp8_kind": GEMM, **tags},
+                )
             node.replace_all_uses_with(result)
             graph.erase_node(node)
         return PassReport(len(nodes), "FP8 gemms lowered for the CPU")
 
 
-def _product(graph: fx.Graph, node: fx.Node, tags: Mapping[str, Any]) -> fx.Node:
-    upcast = prims.convert_element_type.default
-    left, right = (emit(graph, upcast, q, torch.float32, like=node, tags=tags) for q in node.args[:2])
-    bias, out_dtype = node.kwargs["bias"], node.kwargs["out_dtype"]
-    tags = {"recompute": node.meta["recompute"]} if "recompute" in node.meta else {}
-    return emit(graph, scaled_product_op, left, right, *node.args[2:4], bias, out_dtype, like=node, tags=tags)
+def _read_again(graph: fx.Graph, q: fx.Node, like: fx.Node) -> fx.Node:
+    copy: fx.Node = inline(graph, _copy, q, like=like, tags={"fp8_kind": READ_AGAIN, **NEVER_SAVED})
+    return copy
 
 
-def _tiled(graph: fx.Graph, node: fx.Node, tags: Mapping[str, Any]) -> fx.Node:
-    q_left, q_right, *scales = node.args[:4]
-    left, right = inline(graph, operands, q_left, q_right, *scales, like=node, tags=tags)
-    product = emit(graph, aten.mm.default, left, right, like=node)
-    return inline(graph, epilogue, product, *scales, node.kwargs["bias"], node.kwargs["out_dtype"], like=node)
+def _copy(q: torch.Tensor) -> torch.Tensor:
+    return (q.view(torch.uint8) | 0).view(q.dtype)
 
 
-def _has_tiles(node: fx.Node) -> bool:
-    scale_left, scale_right = map(value, node.args[2:4])
-    m, n = value(node).shape
-    return has_tiles(m, n, scale_left, scale_right)
+def forget_copies(graph: fx.Graph) -> int:
+    """Let gemms read what the copies were made of."""
+    for gemm in (gemms := graph.find_nodes(op="call_function", target=scaled_mm_op)):
+        for copy in dict.fromkeys(gemm.args[:2]):
+            q = copy
+            while q.op == "call_function" and q.meta.get("fp8_kind") == READ_AGAIN:
+                q = q.args[0]
+            gemm.replace_input_with(copy, q)
+    graph.eliminate_dead_code()
+    return len(gemms)

@@ -37,7 +37,7 @@ log = logging.getLogger("fp8_compile.passes")
 def source_hash() -> str:
     """A hash of every source file of passes and kernels: other code, other cache entries."""
     folders = (pathlib.Path(__file__).parent, pathlib.Path(kernels.__file__).parent)
-    files = sorted(str(file) for folder in folders for kind in ("*.py", "*.cpp") for file in folder.rglob(kind))
+    files = sorted(str(file) for folder in folders for kind in ("*.py", "*.cpp", "*.h") for file in folder.rglob(kind))
     return get_hash_for_files(tuple(files)).hex()
 
 

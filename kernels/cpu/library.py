@@ -1,7 +1,7 @@
 """Compile the C++ sources on first use, once a machine, and load them.
 
-Without torch's headers that takes two seconds. The compiler is the one Inductor needs anyway; the result lies in
-Inductor's cache folder under a hash of source, flags, compiler and CPU.
+Without torch's headers that takes seconds. The compiler is the one Inductor needs anyway; the result lies in Inductor's
+cache folder under a hash of sources, flags and compiler, one file an instruction set (``isa.py``).
 """
 
 from __future__ import annotations
@@ -9,81 +9,126 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import logging
 import os
 import pathlib
-import platform
+import shutil
 import subprocess
 import tempfile
 
 from torch._inductor.cpp_builder import get_cpp_compiler
+from torch._inductor.exc import InvalidCxxCompiler
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-SOURCE = pathlib.Path(__file__).with_name("fp8_cast.cpp")
-# No contraction and no fast-math: the rounding tricks rely on every operation rounding by itself.
-FLAGS = (
-    "-O3",
-    "-march=native",
-    "-ffp-contract=off",
-    "-fno-trapping-math",
-    "-fno-math-errno",
-    "-fopenmp",
-    "-fPIC",
-    "-shared",
-    "-std=c++17",
-)
+from .isa import VARIABLE, Isa, candidates
+
+log = logging.getLogger("fp8_compile")
+
+FOLDER = pathlib.Path(__file__).parent
+FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-fPIC", "-fno-trapping-math", "-fno-math-errno")
+# Rounding tricks rely on every operation rounding by itself; in a gemm a product and a sum are one instruction.
+SOURCES = {
+    "fp8_cast.cpp": ("-ffp-contract=off",),
+    "scaled_mm.cpp": ("-ffp-contract=fast",),
+    "nvfp4.cpp": ("-ffp-contract=off",),
+    "nvfp4_prefill.cpp": ("-ffp-contract=fast",),
+}
+
+
+class CompilationError(RuntimeError):
+    """The compiler is there, but does not compile our sources."""
 
 
 @functools.cache
-def library() -> ctypes.CDLL:
-    """The loaded library."""
-    compiler = get_cpp_compiler()
-    source = SOURCE.read_bytes()
-    key = hashlib.sha256(repr((source, FLAGS, compiler, _cpu())).encode()).hexdigest()[:32]
-    return _declared(ctypes.CDLL(str(_built(compiler, key))))
+def library() -> ctypes.CDLL | None:
+    """The kernels for this CPU, or None, with a warning once, where there is no compiler."""
+    try:
+        compiler = get_cpp_compiler()
+    except InvalidCxxCompiler:
+        log.warning(
+            "no C++ compiler found: FP8 matmuls on the CPU run in plain PyTorch, slowly. "
+            "Install g++ or set CXX, as Inductor needs one too"
+        )
+        return None
+    isas = candidates()
+    for isa in isas:
+        loaded = load(compiler, isa)
+        if loaded.fp8_probe():
+            log.debug("CPU kernels use %s", isa.name)
+            return loaded
+        log.debug("this machine claims %s, but its instructions do not work here", isa.name)
+    raise RuntimeError(
+        f"{VARIABLE}={isas[0].name} is set, but these instructions do not work on this machine; unset it to let the "
+        "best that work be found"
+    )
 
 
-def _built(compiler: str, key: str) -> pathlib.Path:
+def load(compiler: str, isa: Isa) -> ctypes.CDLL:
+    """The kernels compiled for an instruction set."""
+    return _declared(ctypes.CDLL(str(_built(compiler, isa))))
+
+
+def _built(compiler: str, isa: Isa) -> pathlib.Path:
     """Where the compiled library lies. Several processes may compile at once: each moves a whole file into place."""
+    texts = [(file.name, file.read_bytes()) for file in sorted(FOLDER.iterdir()) if file.suffix in (".cpp", ".h")]
+    key = hashlib.sha256(repr((texts, FLAGS, SOURCES, isa.flags, compiler)).encode()).hexdigest()[:32]
     folder = pathlib.Path(cache_dir()) / "fp8_compile"
-    path = folder / f"fp8_cast_{key}.so"
+    path = folder / f"kernels_{isa.name}_{key}.so"
     if path.exists():
         return path
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _, scratch = tempfile.mkstemp(dir=folder, suffix=".so")
+        scratch = pathlib.Path(tempfile.mkdtemp(dir=folder))
     except OSError:  # a cache that can't be written: compile for this process alone
-        _, scratch = tempfile.mkstemp(suffix=".so")
-        path = pathlib.Path(scratch)
-    command = [compiler, *FLAGS, str(SOURCE), "-o", scratch]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        os.unlink(scratch)
-        raise RuntimeError(
-            f"compiling the CPU kernels failed: {' '.join(command)}\n{done.stderr.strip()}\n"
-            "Expected a C++17 compiler with OpenMP, as Inductor needs one too; set CXX to another one"
-        )
-    os.replace(scratch, path)
+        scratch = pathlib.Path(tempfile.mkdtemp())
+        path = pathlib.Path(tempfile.mkstemp(suffix=".so")[1])
+    try:
+        _compile(compiler, isa, scratch)
+        os.replace(scratch / "kernels.so", path)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
     return path
 
 
-def _cpu() -> str:
-    """What -march=native depends on: a cache folder may be shared by machines."""
-    try:
-        text = pathlib.Path("/proc/cpuinfo").read_text()
-        return next((line for line in text.splitlines() if line.startswith(("flags", "Features"))), "")
-    except OSError:
-        return platform.processor()
+def _compile(compiler: str, isa: Isa, folder: pathlib.Path) -> None:
+    """``folder/kernels.so``; the sources are compiled side by side."""
+    objects = {source: str(folder / f"{source}.o") for source in SOURCES}
+    commands = [
+        [compiler, *FLAGS, *isa.flags, *flags, "-c", str(FOLDER / source), "-o", objects[source]]
+        for source, flags in SOURCES.items()
+    ]
+    _run(commands)
+    _run([[compiler, "-shared", "-fopenmp", *objects.values(), "-o", str(folder / "kernels.so")]])
+
+
+def _run(commands: list[list[str]]) -> None:
+    running = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
+    errors = [process.communicate()[1] for process in running]
+    for command, process, error in zip(commands, running, errors):
+        if process.returncode:
+            raise CompilationError(
+                f"compiling the CPU kernels failed: {' '.join(command)}\n{error.strip()}\n"
+                "Expected a C++17 compiler with OpenMP, as Inductor needs one too; set CXX to another one"
+            )
 
 
 def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
     pointer, integer, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
     loaded.fp8_amax.argtypes = (pointer, integer, size, size, integer, pointer, integer)
-    loaded.fp8_quantize.argtypes = (pointer, integer, size, size, integer, pointer, integer, integer, pointer, integer)
-    loaded.fp8_decode.argtypes = (pointer, integer, size, pointer, integer)
+    loaded.fp8_quantize.argtypes = (pointer, integer, size, size, integer, pointer, integer, pointer, integer)
     loaded.fp8_delayed.argtypes = (
         *(pointer, integer, size, ctypes.c_float, integer),
-        *(pointer, pointer, pointer, pointer, integer),
+        *(pointer, pointer, pointer, integer),
     )
-    for function in (loaded.fp8_amax, loaded.fp8_quantize, loaded.fp8_delayed, loaded.fp8_decode):
-        function.restype = None
+    operand = (pointer, size, size, integer, pointer, size, size, size)
+    loaded.fp8_scaled_mm.argtypes = (
+        *(size, size, size, *operand, *operand),
+        *(pointer, pointer, integer, size, integer, integer),
+    )
+    loaded.nvfp4_matmul.argtypes = (
+        *(pointer, size, size, size, integer, pointer, pointer, size, size, ctypes.c_float),
+        *(pointer, integer, integer, pointer, integer),
+    )
+    for name in ("fp8_amax", "fp8_quantize", "fp8_delayed", "fp8_scaled_mm", "nvfp4_matmul"):
+        getattr(loaded, name).restype = None
     return loaded

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from fp8_compile.kernels.cpu.ops import cast_op, decode_op, round_op, scales_op
+from fp8_compile.kernels.cpu.quantize import cast_op, scales_op
 from fp8_compile.kernels.quantize import block_amax, dequantize, quantize, quantize_op, spread
 
 TENSOR, ROW, COLUMN, ROW_BLOCK, COLUMN_BLOCK, TILE = (-1, -1), (1, -1), (-1, 1), (1, 128), (128, 1), (128, 128)
@@ -35,13 +35,7 @@ def check(x: torch.Tensor, format: reference.Fp8, block: tuple[int, int]) -> tup
 
 def in_cpp_quantize(x: torch.Tensor, dtype: torch.dtype, block: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     quant_scale, dequant_scale = scales_op(x, dtype, block)
-    q = cast_op(x, quant_scale, dtype, block)
-    rounded = round_op(x, quant_scale, dtype, block)
-    for in_fp32 in (rounded, decode_op(q)):
-        assert in_fp32.dtype == torch.float32
-        assert torch.equal(in_fp32.nan_to_num(), q.float().nan_to_num()), "the values of q, without its bytes"
-        assert torch.equal(in_fp32.isnan(), q.float().isnan())
-    return q, dequant_scale
+    return cast_op(x, quant_scale, dtype, block), dequant_scale
 
 
 def check_codes(q: torch.Tensor, expected: np.ndarray, format: reference.Fp8) -> None:

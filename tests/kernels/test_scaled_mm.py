@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from fp8_compile.kernels.cpu.ops import scaled_product_op
+from fp8_compile.kernels.cpu.scaled_mm import scaled_mm_op
 from fp8_compile.kernels.quantize import quantize
 from fp8_compile.kernels.scaled_mm import scaled_mm
 
@@ -36,13 +36,12 @@ class Gemm:
         self.left, self.scale_left = quantize(x, formats[0].dtype, blocks[0])
         right, scale_right = quantize(w, formats[1].dtype, blocks[1])
         self.right, self.scale_right = right.t(), scale_right.t()
-        self.has_op = all(-1 in block for block in blocks)
         self.sides = [reference.quantize(m, f, b) for m, f, b in zip((x, w), formats, blocks)]
 
     def run(self, bias: torch.Tensor | None = None, out_dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-        """The results of the plain function and, where no scale belongs to a tile, of the CPU's op."""
+        """The results of the plain function and of the CPU's op."""
         arguments = (self.left, self.right, self.scale_left, self.scale_right, bias, out_dtype)
-        return [run(*arguments) for run in ((scaled_mm, scaled_product_op) if self.has_op else (scaled_mm,))]
+        return [run(*arguments) for run in (scaled_mm, scaled_mm_op)]
 
     def check(self, bias: torch.Tensor | None = None, out_dtype: torch.dtype = torch.float32) -> None:
         """Against FP64, in the Frobenius norm; the reference sums in FP32 and rounds once to the output's dtype."""

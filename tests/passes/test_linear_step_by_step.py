@@ -59,8 +59,8 @@ def test_each_pass_reports_how_many_places_it_changed(on_cpu: list[Step], on_gpu
     ]
 
 
-def test_matmuls_become_fp8_gemms_and_on_the_cpu_calls_of_our_product(on_cpu: list[Step], on_gpu: list[Step]) -> None:
-    kinds = ("mm", "quantize", "_scaled_mm", "amax", "scaled_product")
+def test_matmuls_become_fp8_gemms_and_on_the_cpu_calls_of_our_gemm(on_cpu: list[Step], on_gpu: list[Step]) -> None:
+    kinds = ("mm", "quantize", "_scaled_mm", "amax", "scaled_mm")
     counts = [[ops(step.graph).get(kind, 0) for kind in kinds] for step in on_cpu]
     assert counts == [[3, 0, 0, 0, 0], [0, 6, 3, 0, 0], [0, 3, 3, 0, 0], [0, 0, 3, 3, 0], [0, 0, 0, 3, 3]]
     counts = [[ops(step.graph).get(kind, 0) for kind in kinds] for step in on_gpu]
@@ -144,17 +144,16 @@ def test_golden_on_the_cpu_after_lowering_gemms(on_cpu: list[Step]) -> None:
     expecttest.assert_expected_inline(render(on_cpu[4].graph, gemms_and_casts), """\
 to: e4m3[8, 32] = to(clamp_max, e4m3)
 to_1: e4m3[64, 32] = to(clamp_max_1, e4m3)
-to_2: f32[8, 32] = to(to, f32)
-to_3: f32[32, 64]T = to(to_1.T, f32)
-scaled_product: f32[8, 64] = scaled_product(to_2, to_3, add, add_1.T, None, f32)
-to_4: e5m2[8, 64] = to(clamp_max_2, e5m2)
-to_5: f32[64, 8]T = to(to_4.T, f32)
-to_6: f32[8, 32] = to(to, f32)
-scaled_product_1: f32[64, 32] = scaled_product(to_5, to_6, add_2.T, add, None, f32)
-to_7: f32[8, 64] = to(to_4, f32)
-to_8: f32[64, 32] = to(to_1, f32)
-scaled_product_2: f32[8, 32] = scaled_product(to_7, to_8, add_2, add_1, None, f32)
-return scaled_product, scaled_product_1, scaled_product_2
+to_2: e5m2[8, 64] = to(clamp_max_2, e5m2)
+bitcast: u8[64, 8]T = bitcast(to_2.T, u8)
+bitcast_1: e5m2[64, 8]T = bitcast(bitwise_or, e5m2)
+bitcast_2: u8[8, 32] = bitcast(to, u8)
+bitcast_3: e4m3[8, 32] = bitcast(bitwise_or_1, e4m3)
+bitcast_4: u8[8, 64] = bitcast(to_2, u8)
+bitcast_5: e5m2[8, 64] = bitcast(bitwise_or_2, e5m2)
+bitcast_6: u8[64, 32] = bitcast(to_1, u8)
+bitcast_7: e4m3[64, 32] = bitcast(bitwise_or_3, e4m3)
+return scaled_mm, scaled_mm_1, scaled_mm_2
 """)
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 import pathlib
 import subprocess
 import sys
 
 import pytest
+from torch._inductor.exc import InvalidCxxCompiler
 
-from fp8_compile.kernels.cpu import library
+from fp8_compile.kernels.cpu import isa, library
 
 LOAD = "from fp8_compile.kernels.cpu.library import library; library()"
 
@@ -39,14 +42,44 @@ def test_a_compiler_that_fails_is_an_error_with_its_words_and_the_remedy(tmp_pat
     compiler.chmod(0o755)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     with pytest.raises(RuntimeError, match="(?s)compiling the CPU kernels failed.*no such header.*set CXX"):
-        library._built(str(compiler), "key")
-    assert not libraries(tmp_path / "cache"), "nothing half-made is left behind"
+        library.load(str(compiler), isa.ISAS["portable"])
+    assert not list((tmp_path / "cache" / "fp8_compile").iterdir()), "nothing half-made is left behind"
 
 
 def test_a_cache_that_can_not_be_written_still_gives_a_library(tmp_path, monkeypatch) -> None:
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / "fp8_compile").write_text("a file where the folder should be")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    path = library._built("g++", "key")
-    assert path.exists() and path.parent != tmp_path / "cache" / "fp8_compile"
-    path.unlink()
+    assert library.load("g++", isa.ISAS["portable"]).fp8_probe() == 1
+
+
+def test_without_a_compiler_there_is_one_warning_with_the_remedy_and_no_library(monkeypatch, caplog) -> None:
+    def no_compiler() -> str:
+        raise InvalidCxxCompiler
+
+    monkeypatch.setattr(library, "get_cpp_compiler", no_compiler)
+    found = functools.cache(library.library.__wrapped__)
+    with caplog.at_level(logging.WARNING, "fp8_compile"):
+        assert found() is None and found() is None
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == ["no C++ compiler found"]
+    assert "Install g++" in caplog.text
+
+
+def test_the_next_best_instructions_are_taken_where_the_best_do_not_work(monkeypatch, caplog) -> None:
+    class Loaded:
+        def __init__(self, works: bool) -> None:
+            self.works = works
+
+        def fp8_probe(self) -> int:
+            return int(self.works)
+
+    monkeypatch.delenv(isa.VARIABLE, raising=False)
+    monkeypatch.setattr(isa, "cpu_features", lambda: isa.ISAS["amx"].needs)
+    monkeypatch.setattr(library, "load", lambda compiler, one: Loaded(one.name == "avx512"))
+    with caplog.at_level(logging.DEBUG, "fp8_compile"):
+        assert library.library.__wrapped__().works
+    assert "claims amx" in caplog.text and "claims avx512_bf16" in caplog.text
+
+    monkeypatch.setenv(isa.VARIABLE, "amx")
+    with pytest.raises(RuntimeError, match="FP8_COMPILE_CPU_ISA=amx is set, but these instructions do not work"):
+        library.library.__wrapped__()

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from torch._inductor.codegen.cpp import CppScheduling
 
-from fp8_compile.kernels.cpu import loop_split, ops  # noqa: F401  importing the ops installs it
+from fp8_compile.kernels.cpu import loop_split, quantize  # noqa: F401  importing the ops installs it
 
 
 def node(*shape: int) -> SimpleNamespace:

@@ -1,0 +1,122 @@
+// A few rows times a matrix whose columns are contiguous: nothing is packed, each column is read and decoded once.
+//
+//   C[m, n] = sum_k left[m, k] * right[k, n]      m <= ROWS; the sums of a column in vectors, added up at its end
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#include "gemm.h"
+#include "pack_fp8.h"
+#include "threads.h"
+
+namespace fp8 {
+
+#if defined(__AVX512BF16__)
+struct DotStep {  // 32 products of a column with each row, in bf16 pairs
+  using Element = uint16_t;
+  using Vector = __m512;
+  static constexpr int64_t STEP = 32;
+  using Column = __m512bh;
+  static Column column(const Values& values, const uint8_t* codes) { return (__m512bh)to_bf16(values, load32(codes)); }
+  static void add(Vector& sum, const Element* row, const Column& column) {
+    sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_si512(row), column);
+  }
+  static float total(const Vector& sum) { return _mm512_reduce_add_ps(sum); }
+};
+using DotDecode = DecodeToBf16;
+#else
+struct DotStep {  // 32 products in FP32, in vectors of the compiler's
+  using Element = float;
+  static constexpr int64_t STEP = 32;
+  typedef float Vector __attribute__((vector_size(64)));
+  struct Column { Vector half[2]; };
+  static Column column(const Values& values, const uint8_t* codes) {
+    Column decoded;
+    DecodeToFp32::decode(values, codes, STEP, reinterpret_cast<float*>(&decoded));
+    return decoded;
+  }
+  static void add(Vector& sum, const Element* row, const Column& column) {
+    Vector half[2];
+    std::memcpy(half, row, sizeof half);
+    sum += half[0] * column.half[0];
+    sum += half[1] * column.half[1];
+  }
+  static float total(const Vector& sum) {
+    float all = 0;
+    for (int i = 0; i < 16; ++i) all += sum[i];
+    return all;
+  }
+};
+using DotDecode = DecodeToFp32;
+#endif
+
+template <class Micro, class Finish>
+class Dots {
+  using Step = DotStep;
+  using Element = typename Step::Element;
+  static constexpr int64_t STEP = Step::STEP, COLS = Micro::COLS;
+
+ public:
+  static constexpr int64_t ROWS = 4;
+
+  // right: column n begins at right + n * stride.
+  static void run(int64_t m, int64_t n, int64_t k, const Values& left_values, const uint8_t* left, int64_t row_stride,
+                  int64_t k_stride, const Values& values, const uint8_t* right, int64_t stride, const Finish& finish,
+                  int threads) {
+    const int64_t depth = ceil_div(k, STEP) * STEP;
+    static thread_local Scratch scratch;
+    char* memory = scratch.at_least(size_t(ROWS * depth) * (1 + sizeof(Element)));
+    Element* rows = reinterpret_cast<Element*>(memory);
+    uint8_t* codes = reinterpret_cast<uint8_t*>(rows + ROWS * depth);
+    std::memset(codes, 0, size_t(ROWS * depth));
+    for (int64_t r = 0; r < m; ++r)
+      for (int64_t i = 0; i < k; ++i) codes[r * depth + i] = left[r * row_stride + i * k_stride];
+    DotDecode::decode(left_values, codes, ROWS * depth, rows);
+    const int64_t blocks = ceil_div(n, COLS);
+    threads = usable_threads(threads, blocks);
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t block = 0; block < blocks; ++block) {
+      const int64_t col = block * COLS, cols = std::min(COLS, n - col);
+      alignas(64) float sums[ROWS * COLS] = {};
+      for (int64_t c = 0; c < cols; ++c) {
+        const uint8_t* column = right + (col + c) * stride;
+        if (m == 1)
+          one_column<1>(values, column, k, depth, rows, sums + c);
+        else
+          one_column<ROWS>(values, column, k, depth, rows, sums + c);
+      }
+      finish.store(sums, 0, m, col, cols);
+    }
+  }
+
+ private:
+  template <int R>
+  static void one_column(const Values& values, const uint8_t* column, int64_t k, int64_t depth, const Element* rows, float* sums) {
+    // Sums in turn, so that an addition need not wait for the one before.
+    constexpr int TURNS = R == 1 ? 4 : 2;
+    typename Step::Vector sum[R][TURNS] = {};
+    int64_t at = 0;
+    for (; at + TURNS * STEP <= k; at += TURNS * STEP)
+#pragma GCC unroll 4
+      for (int turn = 0; turn < TURNS; ++turn) {
+        const typename Step::Column decoded = Step::column(values, column + at + turn * STEP);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r) Step::add(sum[r][turn], rows + r * depth + at + turn * STEP, decoded);
+      }
+    for (; at < k; at += STEP) {
+      uint8_t rest[STEP] = {};
+      std::memcpy(rest, column + at, std::min(STEP, k - at));
+      const typename Step::Column decoded = Step::column(values, rest);
+      for (int r = 0; r < R; ++r) Step::add(sum[r][0], rows + r * depth + at, decoded);
+    }
+    for (int r = 0; r < R; ++r) {
+      typename Step::Vector all = sum[r][0];
+      for (int turn = 1; turn < TURNS; ++turn) all += sum[r][turn];
+      sums[r * COLS] = Step::total(all);
+    }
+  }
+};
+
+}  // namespace fp8

@@ -1,0 +1,173 @@
+"""Products with NVFP4 weights on the CPU, straight from their packed form.
+
+    w = e2m1 * e4m3_block_scale * global_scale,    blocks of 16 along K
+
+codes: uint8 [N, K/2], even k in the low nibble, bit 3 the sign; block_scales: e4m3 [N, K/16]; K a multiple of 16.
+
+The kernels read *interleaved* weights, whose shapes, dtypes and bytes are the same: rows go in groups of 16 (the last
+group has the N % 16 that are left), and a group holds, 8 elements of K after 8 elements, 4 bytes of codes of each of
+its rows; its block scales, block after block, a byte of each row. So a vector register loads the same 8 k of 16 rows,
+a lane is a row, and nothing is ever added across lanes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .library import library
+from .operation import DTYPES
+
+BLOCK = 16  # elements of K that share a block scale
+GROUP = 16  # rows that are interleaved
+_WORD = 4  # bytes of codes that a lane takes at once
+ARITHMETICS = {None: 0, "int8": 1}
+LEAST_PARALLEL = 1 << 16  # multiplications a thread, below which waking another takes longer than the work
+
+
+def matmul(
+    x: Tensor,
+    codes: Tensor,
+    block_scales: Tensor,
+    global_scale: Tensor | float,
+    bias: Tensor | None = None,
+    activations: str | None = None,
+) -> Tensor:
+    """y = x w^T + bias: [M, N] in x's dtype, weights interleaved.
+
+    x: [M, K] fp32/bf16/fp16, where the weight's K may be x's padded to a multiple of 16; global_scale: one fp32.
+    ``activations=None``: products are exact and summed in FP32 (bf16 below 2**-126 may count as zero);
+    ``"int8"``: x goes through ``quantize_activations`` first, and the sums of a block are exact.
+    """
+    m, k = x.shape
+    n, half = codes.shape
+    _check_operands(x, codes, block_scales, bias, activations)
+    kernels = library()
+    if kernels is None:
+        return reference(x, codes, block_scales, global_scale, bias, activations).to(x.dtype)
+    if x.stride(1) != 1 and k > 1:
+        x = x.contiguous()
+    y = x.new_empty((m, n))
+    kernels.nvfp4_matmul(
+        *(x.data_ptr(), m, k, x.stride(0), DTYPES[x.dtype], codes.data_ptr(), block_scales.data_ptr(), n, 2 * half),
+        *(float(global_scale), None if bias is None else bias.data_ptr(), 0 if bias is None else DTYPES[bias.dtype]),
+        *(ARITHMETICS[activations], y.data_ptr(), min(torch.get_num_threads(), 1 + m * n * k // LEAST_PARALLEL)),
+    )
+    return y
+
+
+def reference(
+    x: Tensor,
+    codes: Tensor,
+    block_scales: Tensor,
+    global_scale: Tensor | float,
+    bias: Tensor | None = None,
+    activations: str | None = None,
+) -> Tensor:
+    """``matmul`` in plain PyTorch, in FP64 and not rounded to x's dtype."""
+    weight = dequantize(*deinterleave(codes, block_scales), global_scale)
+    x = torch.nn.functional.pad(x.double(), (0, weight.shape[1] - x.shape[1]))
+    if activations == "int8":
+        q, scales = quantize_activations(x.float())
+        x = (q.double().unflatten(1, (-1, BLOCK)) * scales.double().unsqueeze(-1)).flatten(1)
+    y = x @ weight.t()
+    return y if bias is None else y + bias.double()
+
+
+def dequantize(codes: Tensor, block_scales: Tensor, global_scale: Tensor | float) -> Tensor:
+    """Plain codes and scales -> w: [N, K] in FP64."""
+    values = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), dtype=torch.float64)
+    nibbles = torch.stack((codes & 15, codes >> 4), -1).flatten(1).long()
+    signed = torch.cat((values, -values))[nibbles].unflatten(1, (-1, BLOCK))
+    return (signed * block_scales.double().unsqueeze(-1)).flatten(1) * float(global_scale)
+
+
+def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 by blocks of 16 along K, in FP32.
+
+        scale = amax(|x|) / 127,    q = round(x * (1 / scale)) to nearest even,    x ~ q * scale
+
+    x: [M, K] -> q: int8 [M, K], scales: fp32 [M, K/16]. Where the scale is below 2**-126 q is 0; a block with Inf or
+    NaN has q 0 and scale NaN, so that every product with it is NaN.
+    """
+    blocks = x.float().unflatten(1, (-1, BLOCK))
+    amax = blocks.abs().amax(-1)
+    scales = amax / 127.0
+    inverse = torch.where(scales >= 2.0**-126, 1.0 / scales, 0.0)
+    q = (blocks * inverse.unsqueeze(-1)).round()
+    finite = amax.isfinite()
+    q = torch.where(finite.unsqueeze(-1), q, 0.0).to(torch.int8)
+    return q.flatten(1), torch.where(finite, scales, torch.nan)
+
+
+def interleave(codes: Tensor, block_scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Plain codes and block scales in the order the kernels read; contiguous copies of the same shapes and dtypes."""
+    _check_weight(codes, block_scales)
+    return _interleaved(codes, _WORD), _interleaved(block_scales, 1)
+
+
+def deinterleave(codes: Tensor, block_scales: Tensor) -> tuple[Tensor, Tensor]:
+    """The inverse of ``interleave``."""
+    _check_weight(codes, block_scales)
+    return _deinterleaved(codes, _WORD), _deinterleaved(block_scales, 1)
+
+
+def _interleaved(x: Tensor, word: int) -> Tensor:
+    """[rows, words] -> [words, rows] in each group of rows, words of so many bytes."""
+    source = x.contiguous().view(torch.uint8)
+    out = torch.empty_like(source)
+    for rows, groups, size in _groups(source):
+        words = source[rows].view(groups, size, -1, word).transpose(1, 2)
+        out[rows].view(groups, -1, size, word).copy_(words)
+    return out.view(x.dtype)
+
+
+def _deinterleaved(x: Tensor, word: int) -> Tensor:
+    source = x.contiguous().view(torch.uint8)
+    out = torch.empty_like(source)
+    for rows, groups, size in _groups(source):
+        words = source[rows].view(groups, -1, size, word).transpose(1, 2)
+        out[rows].view(groups, size, -1, word).copy_(words)
+    return out.view(x.dtype)
+
+
+def _groups(x: Tensor) -> list[tuple[slice, int, int]]:
+    """(rows, number of groups in them, rows of a group): whole groups, then what is left."""
+    whole, left = divmod(x.shape[0], GROUP)
+    parts = [(slice(0, whole * GROUP), whole, GROUP), (slice(whole * GROUP, None), 1, left)]
+    return [(rows, groups, size) for rows, groups, size in parts if groups and size and x.shape[1]]
+
+
+def _check_operands(
+    x: Tensor, codes: Tensor, block_scales: Tensor, bias: Tensor | None, activations: str | None
+) -> None:
+    if x.dtype not in DTYPES:
+        raise TypeError(f"NVFP4 products take x in float32, bfloat16 or float16, got {x.dtype}")
+    if activations not in ARITHMETICS:
+        raise ValueError(f"activations={activations!r} is unknown; expected None (exact) or 'int8'")
+    if not 0 <= 2 * codes.shape[1] - x.shape[1] < BLOCK:
+        raise ValueError(
+            f"x [M, K] times an NVFP4 weight of codes [N, K/2]: expected one K, in the weight padded to a multiple of "
+            f"{BLOCK}, got x {tuple(x.shape)} and codes {tuple(codes.shape)}"
+        )
+    if not (codes.is_contiguous() and block_scales.is_contiguous() and block_scales.numel() * 8 == codes.numel()):
+        _check_weight(codes, block_scales)
+        raise ValueError("an NVFP4 weight is contiguous in the order of interleave(), got strides: call .contiguous()")
+    if bias is not None and (bias.shape != codes.shape[:1] or bias.dtype not in DTYPES or not bias.is_contiguous()):
+        raise ValueError(
+            f"expected a contiguous bias of shape ({codes.shape[0]},) in float32, bfloat16 or float16, "
+            f"got a bias of shape {tuple(bias.shape)} in {bias.dtype}"
+        )
+
+
+def _check_weight(codes: Tensor, block_scales: Tensor) -> None:
+    if codes.dtype != torch.uint8 or block_scales.dtype != torch.float8_e4m3fn:
+        raise TypeError(
+            "an NVFP4 weight has codes in uint8 and block_scales in float8_e4m3fn, "
+            f"got {codes.dtype} and {block_scales.dtype}"
+        )
+    if codes.dim() != 2 or block_scales.shape != (codes.shape[0], codes.shape[1] * 2 // BLOCK) or codes.shape[1] % 8:
+        raise ValueError(
+            f"an NVFP4 weight has codes [N, K/2] and block_scales [N, K/{BLOCK}], K a multiple of {BLOCK}, "
+            f"got {tuple(codes.shape)} and {tuple(block_scales.shape)}; pad K with zeros"
+        )

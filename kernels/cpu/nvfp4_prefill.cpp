@@ -1,0 +1,122 @@
+// Many rows of x times an NVFP4 weight: the gemm of gemm.h, whose panels of w are decoded as they are packed.
+//
+// bf16 activations go through AMX or AVX-512's bf16 dot products where there are any, with exact products: without its
+// global scale a weight has six significant bits. Others are multiplied in FP32.
+
+#include "gemm.h"
+#include "micro_fp32.h"
+#include "nvfp4_call.h"
+#include "nvfp4_lanes.h"
+
+#if defined(FP8_EMULATE_AMX) || defined(__AMX_BF16__)
+#include "micro_amx.h"
+#define HAS_BF16_MICRO 1
+using Bf16Micro = fp8::MicroAmx;
+#elif defined(__AVX512BF16__)
+#include "micro_bf16.h"
+#define HAS_BF16_MICRO 1
+using Bf16Micro = fp8::MicroBf16;
+#endif
+
+namespace {
+
+using namespace fp8;
+
+// x: [k/STEP][ROWS][STEP], in FP32 or, where x is that, bf16.
+template <class Micro>
+struct PackX {
+  const Nvfp4Call& call;
+
+  void pack(int64_t row, int64_t rows, int64_t k, int64_t count, typename Micro::Element* to) const {
+    constexpr int64_t ROWS = Micro::ROWS, STEP = Micro::STEP;
+    for (int64_t at = 0; at < count; at += STEP)
+      for (int64_t r = 0; r < ROWS; ++r, to += STEP) read(r < rows ? row + r : call.m, k + at, to);
+  }
+
+ private:
+  void read(int64_t row, int64_t k, float* to) const { read_x(call, row, k, Micro::STEP, to); }
+  void read(int64_t row, int64_t k, uint16_t* to) const {
+    const int64_t there = row < call.m ? std::clamp<int64_t>(call.k - k, 0, Micro::STEP) : 0;
+    if (there) std::memcpy(to, static_cast<const uint16_t*>(call.x) + row * call.stride + k, there * 2);
+    std::fill(to + there, to + Micro::STEP, 0);
+  }
+};
+
+// A block of w, 16 columns of a panel: FP32 [k][COLS], or bf16 [k/2][COLS][2].
+template <int64_t COLS>
+void decode(const uint8_t* codes, const uint8_t* scales, float* to) {
+  const Floats scale = e4m3(scales);
+  for (int half = 0; half < 2; ++half) {
+    Words w = load_words(codes + half * 4 * LANES);
+    for (int k = 0; k < 8; ++k, w = next(w), to += COLS) store(to, e2m1(w) * scale);
+  }
+}
+
+#if defined(HAS_BF16_MICRO)
+template <int64_t COLS>
+void decode(const uint8_t* codes, const uint8_t* scales, uint16_t* to) {
+  const Floats scale = e4m3(scales);
+  for (int half = 0; half < 2; ++half) {
+    Words w = load_words(codes + half * 4 * LANES);
+    for (int k = 0; k < 4; ++k, w = next(next(w)), to += 2 * COLS)
+      store_pairs(to, e2m1(w) * scale, e2m1(next(w)) * scale);
+  }
+}
+#endif
+
+// w: [k][COLS] or [k/2][COLS][2], groups side by side, or a part of one where a panel is narrower.
+template <class Micro>
+struct PackW {
+  using Element = typename Micro::Element;
+  static constexpr int64_t COLS = Micro::COLS, PER_K = COLS * NVFP4_BLOCK;
+  const Nvfp4Groups& groups;
+
+  void pack(int64_t col, int64_t cols, int64_t k, int64_t count, Element* to) const {
+    for (int64_t at = 0; at < count; at += NVFP4_BLOCK, to += PER_K) block(col, (k + at) / NVFP4_BLOCK, cols, to);
+    if (count % Micro::STEP) std::fill(to, to + COLS * (Micro::STEP - count % Micro::STEP), Element(0));
+  }
+
+ private:
+  void block(int64_t col, int64_t block, int64_t cols, Element* to) const {
+    const int64_t group = col / LANES;
+    if constexpr (COLS < LANES) {
+      alignas(64) Element whole[NVFP4_BLOCK * LANES];
+      decode<LANES>(groups.codes(group, block), groups.scales(group, block), whole);
+      for (int k = 0; k < NVFP4_BLOCK; ++k) std::memcpy(to + k * COLS, whole + k * LANES + col % LANES, COLS * sizeof *to);
+    } else {
+      if (cols <= COLS - LANES) std::fill(to, to + PER_K, Element(0));  // a group is missing
+      constexpr int64_t ACROSS = sizeof(Element) == 2 ? 2 * LANES : LANES;
+      for (int64_t g = 0; g * LANES < cols; ++g)
+        decode<COLS>(groups.codes(group + g, block), groups.scales(group + g, block), to + g * ACROSS);
+    }
+  }
+};
+
+template <class Micro>
+struct Finish {
+  static constexpr int64_t tile = 0;
+  const Nvfp4Call& call;
+  void add(const float*, float*, int64_t, int64_t, int64_t, int64_t, int64_t) const {}
+  void store(const float* c, int64_t row, int64_t rows, int64_t col, int64_t cols) const {
+    for (int64_t r = 0; r < rows; ++r) write_y(call, row + r, col, cols, c + r * Micro::COLS);
+  }
+};
+
+template <class Micro>
+void multiply(const Nvfp4Call& call) {
+  const Nvfp4Groups groups(call);
+  const PackX<Micro> x{call};
+  const PackW<Micro> w{groups};
+  const Finish<Micro> finish{call};
+  Gemm<Micro, PackX<Micro>, PackW<Micro>, Finish<Micro>>(call.m, call.n, call.blocks * NVFP4_BLOCK, x, w, finish)
+      .run(call.threads);
+}
+
+}  // namespace
+
+void fp8::nvfp4_prefill(const Nvfp4Call& call) {
+#if defined(HAS_BF16_MICRO)
+  if (call.dtype == BF16) return multiply<Bf16Micro>(call);
+#endif
+  multiply<MicroFp32>(call);
+}

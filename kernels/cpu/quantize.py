@@ -1,0 +1,124 @@
+"""Scales and casts to FP8 in C++, as operations of a graph.
+
+    scales(x)                   -> quant_scale, dequant_scale     kernels/quantize.py, first half
+    cast(x, scale)              -> q: fp8                         second half
+    quantize_delayed(x, scale)  -> q and the amax in one read     kernels/delayed_scaling.py
+
+Inductor generates code for the model alone, and compiles about as fast as without us. Blocks are the whole tensor, rows
+or columns; tiles are left to Inductor.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fp8_compile.kernels import delayed_scaling as delayed_reference
+from fp8_compile.kernels import quantize as reference
+from fp8_compile.kernels.formats import BY_DTYPE, E5M2, format_of
+from fp8_compile.kernels.quantize import AMAX_FLOOR, WHOLE, is_tiled
+
+from . import loop_split
+from .library import library
+from .operation import DTYPES, define
+
+loop_split.install()
+
+LEAST_PARALLEL = 1 << 17  # elements; one thread quantizes as many in some 0.2 ms
+_AXES = {(True, True): 0, (False, True): 1, (True, False): 2}  # by (block[0] == WHOLE, block[1] == WHOLE)
+
+
+def _new_scales(x: Tensor, dtype: torch.dtype, block: list[int]) -> tuple[Tensor, Tensor]:
+    shape = [1 if extent == WHOLE else size for size, extent in zip(x.shape, block)]
+    return x.new_empty(shape, dtype=torch.float32), x.new_empty(shape, dtype=torch.float32)
+
+
+def _scales(x: Tensor, dtype: torch.dtype, block: list[int], quant_scale: Tensor, dequant_scale: Tensor) -> None:
+    kernels = library()
+    if kernels is None:
+        for result, made in zip((quant_scale, dequant_scale), reference.scales(x, dtype, block)):
+            result.copy_(made)
+        return
+    x, (rows, cols) = x.contiguous(), x.shape
+    amax = torch.empty_like(quant_scale)
+    kernels.fp8_amax(x.data_ptr(), DTYPES[x.dtype], rows, cols, _axis(block), amax.data_ptr(), _threads(x))
+    amax.clamp_(min=AMAX_FLOOR)
+    torch.reciprocal(amax, out=quant_scale).mul_(BY_DTYPE[dtype].max)
+    torch.reciprocal(quant_scale, out=dequant_scale).add_(amax.mul_(0.0))
+
+
+def _new_codes(x: Tensor, quant_scale: Tensor, dtype: torch.dtype, block: list[int]) -> tuple[Tensor]:
+    return (x.new_empty(x.shape, dtype=dtype),)
+
+
+def _cast(x: Tensor, quant_scale: Tensor, dtype: torch.dtype, block: list[int], codes: Tensor) -> None:
+    kernels = library()
+    if kernels is None:
+        codes.copy_(reference.cast(x, quant_scale, dtype, block))
+        return
+    x, quant_scale = x.contiguous(), quant_scale.contiguous()
+    kernels.fp8_quantize(
+        *(x.data_ptr(), DTYPES[x.dtype], *x.shape, _axis(block), quant_scale.data_ptr()),
+        *(dtype == E5M2.dtype, codes.data_ptr(), _threads(x)),
+    )
+
+
+def _new_delayed(
+    x: Tensor, quant_scale: Tensor, dtype: torch.dtype, margin: int, wanted: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    codes = x.new_empty(x.shape if wanted else (0,), dtype=dtype)
+    return codes, *(x.new_empty((1, 1), dtype=torch.float32) for _ in range(3))  # type: ignore[return-value]
+
+
+def _quantize_delayed(
+    x: Tensor,
+    quant_scale: Tensor,
+    dtype: torch.dtype,
+    margin: int,
+    wanted: bool,
+    codes: Tensor,
+    used_scale: Tensor,
+    dequant_scale: Tensor,
+    amax: Tensor,
+) -> None:
+    kernels = library()
+    if kernels is None:
+        amax.copy_(reference.block_amax(x, (WHOLE, WHOLE)))
+        used_scale.copy_(delayed_reference.first_scale(quant_scale, amax, format_of(dtype).max, margin))
+        if wanted:
+            codes.copy_(delayed_reference.cast_delayed(x, used_scale, dtype))
+    else:
+        x = x.contiguous()
+        used_scale.copy_(quant_scale)
+        kernels.fp8_delayed(
+            *(x.data_ptr(), DTYPES[x.dtype], x.numel(), 2.0**margin, dtype == E5M2.dtype, used_scale.data_ptr()),
+            *(codes.data_ptr() if wanted else None, amax.data_ptr(), _threads(x)),
+        )
+    torch.reciprocal(used_scale, out=dequant_scale)
+
+
+def _axis(block: list[int]) -> int:
+    assert not is_tiled(block), block
+    return _AXES[block[0] == WHOLE, block[1] == WHOLE]
+
+
+def _threads(x: Tensor) -> int:
+    """Waking threads for less takes longer than the work, and on busy cores much longer."""
+    return torch.get_num_threads() if x.numel() >= LEAST_PARALLEL else 1
+
+
+scales_op = define(
+    "scales(Tensor x, ScalarType dtype, int[2] block) -> (Tensor quant_scale, Tensor dequant_scale)",
+    _new_scales,
+    _scales,
+)
+cast_op = define(
+    "cast(Tensor x, Tensor quant_scale, ScalarType dtype, int[2] block) -> Tensor", _new_codes, _cast
+)
+# quant_scale: [1, 1], 0 where there is none yet; wanted: whether codes are, or the amax alone.
+quantize_delayed_op = define(
+    "quantize_delayed(Tensor x, Tensor quant_scale, ScalarType dtype, int margin, bool wanted) -> "
+    "(Tensor codes, Tensor used_scale, Tensor dequant_scale, Tensor amax)",
+    _new_delayed,
+    _quantize_delayed,
+)

@@ -1,0 +1,155 @@
+// The FP8 gemm for CPUs; see kernels/scaled_mm.py for the formula and ops.py for who calls it.
+//
+//   out[m, n] (+)= sum_k left[m, k] * right[k, n] * scale_left[m, k] * scale_right[k, n] + bias[n]
+//
+// FP8 values are exact in bf16 and FP32, and so are their products: only FP32 sums round. Scales that do not vary along
+// k are taken out of the sum; those of 128 k's multiply the sum of these.
+
+#include <csetjmp>
+#include <csignal>
+#include <cstdint>
+
+#include "dot.h"
+#include "fp8_formats.h"
+#include "gemm.h"
+#include "pack_fp8.h"
+
+#if defined(FP8_EMULATE_AMX) || defined(__AMX_BF16__)
+#include "micro_amx.h"
+using Micro = fp8::MicroAmx;
+using Decode = fp8::DecodeToBf16;
+#elif defined(__AVX512BF16__)
+#include "micro_bf16.h"
+using Micro = fp8::MicroBf16;
+using Decode = fp8::DecodeToBf16;
+#else
+#include "micro_fp32.h"
+using Micro = fp8::MicroFp32;
+using Decode = fp8::DecodeToFp32;
+#endif
+
+namespace {
+
+using namespace fp8;
+
+constexpr int64_t TILE = 128;
+
+// Scale of line i (a row of the left operand, a column of the right one) in block b of k.
+struct Scales {
+  const float* data;
+  int64_t line_stride, k_stride, lines;  // lines: how many share a scale
+  float at(int64_t line, int64_t block) const { return data[line / lines * line_stride + block * k_stride]; }
+};
+
+struct Finish {
+  int64_t tile;
+  Scales left, right;
+  const float* bias;
+  void* out;
+  int dtype;
+  int64_t out_stride;
+  bool accumulate;
+
+  void add(const float* sums, float* c, int64_t row, int64_t rows, int64_t col, int64_t cols, int64_t k) const {
+    float across[COLS] = {};
+    for (int64_t n = 0; n < cols; ++n) across[n] = right.at(col + n, k / TILE);
+    for (int64_t r = 0; r < rows; ++r) {
+      const float down = left.at(row + r, k / TILE);
+      for (int64_t n = 0; n < COLS; ++n) c[r * COLS + n] += sums[r * COLS + n] * (down * across[n]);
+    }
+  }
+
+  void store(const float* c, int64_t row, int64_t rows, int64_t col, int64_t cols) const {
+    float across[COLS] = {};
+    for (int64_t n = 0; n < cols; ++n) across[n] = tile ? 1.0f : right.at(col + n, 0);
+    for (int64_t r = 0; r < rows; ++r) {
+      const float down = tile ? 1.0f : left.at(row + r, 0);
+      float result[COLS];
+      for (int64_t n = 0; n < COLS; ++n) result[n] = c[r * COLS + n] * (down * across[n]);
+      if (bias)
+        for (int64_t n = 0; n < cols; ++n) result[n] += bias[col + n];
+      const int64_t at = (row + r) * out_stride + col;
+      if (dtype == FP32) put<Float32>(result, at, cols);
+      if (dtype == BF16) put<BFloat16>(result, at, cols);
+      if (dtype == FP16) put<Float16>(result, at, cols);
+    }
+  }
+
+ private:
+  static constexpr int64_t COLS = Micro::COLS;
+
+  template <class Out>
+  void put(float* result, int64_t at, int64_t cols) const {
+    typename Out::type* to = static_cast<typename Out::type*>(out) + at;
+    if (accumulate)
+      for (int64_t n = 0; n < cols; ++n) result[n] += Out::load(to[n]);
+    if (cols == COLS)  // a number that the compiler knows
+      for (int64_t n = 0; n < COLS; ++n) to[n] = Out::store(result[n]);
+    else
+      for (int64_t n = 0; n < cols; ++n) to[n] = Out::store(result[n]);
+  }
+};
+
+struct Operand {
+  const void* data;
+  int64_t stride, k_stride;  // from row to row of the left operand, from column to column of the right one; from k to k
+  int e5m2;
+  Scales scales;
+
+  const uint8_t* codes() const { return static_cast<const uint8_t*>(data); }
+  const Values& values() const { return Values::of(e5m2); }
+};
+
+void multiply(int64_t m, int64_t n, int64_t k, const Operand& a, const Operand& b, const Finish& finish, int threads) {
+  using Few = Dots<Micro, Finish>;
+  if (m <= Few::ROWS && b.k_stride == 1 && !finish.tile) {
+    Few::run(m, n, k, a.values(), a.codes(), a.stride, a.k_stride, b.values(), b.codes(), b.stride, finish, threads);
+    return;
+  }
+  const PackLeft<Micro, Decode> left{a.values(), a.codes(), a.stride, a.k_stride, m};
+  const PackRight<Micro, Decode> right{b.values(), b.codes(), b.k_stride, b.stride};
+  Gemm<Micro, PackLeft<Micro, Decode>, PackRight<Micro, Decode>, Finish>(m, n, k, left, right, finish).run(threads);
+}
+
+sigjmp_buf escape;
+
+}  // namespace
+
+extern "C" {
+
+void fp8_scaled_mm(int64_t m, int64_t n, int64_t k,
+                   const void* left, int64_t left_stride, int64_t left_k_stride, int left_e5m2,
+                   const float* left_scales, int64_t left_scale_stride, int64_t left_scale_k_stride, int64_t left_lines,
+                   const void* right, int64_t right_stride, int64_t right_k_stride, int right_e5m2,
+                   const float* right_scales, int64_t right_scale_stride, int64_t right_scale_k_stride, int64_t right_lines,
+                   const float* bias, void* out, int dtype, int64_t out_stride, int accumulate, int threads) {
+  const Operand a{left, left_stride, left_k_stride, left_e5m2, {left_scales, left_scale_stride, left_scale_k_stride, left_lines}};
+  const Operand b{right, right_stride, right_k_stride, right_e5m2, {right_scales, right_scale_stride, right_scale_k_stride, right_lines}};
+  const bool tiled = a.scales.k_stride || b.scales.k_stride;
+  multiply(m, n, k, a, b, {tiled ? TILE : 0, a.scales, b.scales, bias, out, dtype, out_stride, bool(accumulate)}, threads);
+}
+
+// Whether this library's instructions can really be used here: a small product on a thread that survives SIGILL.
+// A CPU's flag is not enough: the kernel must grant AMX's tiles, and a virtual machine may show what it does not have.
+int fp8_probe() {
+#if defined(FP8_EMULATE_AMX) || defined(__AMX_BF16__)
+  if (!MicroAmx::permitted()) return 0;
+#endif
+  struct sigaction caught = {}, before;
+  caught.sa_handler = [](int) { siglongjmp(escape, 1); };
+  sigaction(SIGILL, &caught, &before);
+  int right = 0;
+  if (sigsetjmp(escape, 1) == 0) {
+    uint8_t a[64], b[64];
+    std::memset(a, 0x38, sizeof a);  // 1.0 in E4M3
+    std::memset(b, 0x40, sizeof b);  // 2.0
+    const float one = 1.0f;
+    float out = 0.0f;
+    fp8_scaled_mm(1, 1, 64, a, 64, 1, 0, &one, 0, 0, 1, b, 64, 1, 0, &one, 0, 0, 1, nullptr, &out, FP32, 1, 0, 1);
+    right = out == 128.0f;
+  }
+  sigaction(SIGILL, &before, nullptr);
+  return right;
+}
+
+}  // extern "C"

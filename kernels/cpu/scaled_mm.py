@@ -1,0 +1,96 @@
+"""The FP8 gemm in C++ (``scaled_mm.cpp``), as an operation of a graph.
+
+    y = scaled_mm(left, right, scale_left, scale_right, bias, out_dtype)      kernels/scaled_mm.py: the formula
+
+left: [M, K] fp8, right: [K, N] fp8, E4M3 or E5M2 each, of any strides: no transposed copies are made for it. Only FP32
+sums round; they do so the same way whatever the number of threads.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fp8_compile.kernels import scaled_mm as reference
+from fp8_compile.kernels.formats import E4M3, E5M2
+from fp8_compile.kernels.scaled_mm import TILE
+
+from .library import library
+from .operation import DTYPES, define
+
+LEAST_PARALLEL = 1 << 20  # multiplications; one thread does as many in some 20 us
+_FORMATS = {E4M3.dtype: 0, E5M2.dtype: 1}
+
+
+def _new(
+    left: Tensor, right: Tensor, scale_left: Tensor, scale_right: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> tuple[Tensor]:
+    return (left.new_empty((left.shape[0], right.shape[1]), dtype=out_dtype),)
+
+
+def _scaled_mm(
+    left: Tensor,
+    right: Tensor,
+    scale_left: Tensor,
+    scale_right: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    out: Tensor,
+) -> None:
+    if library() is None:
+        out.copy_(reference.scaled_mm(left, right, scale_left, scale_right, bias, out_dtype))
+    else:
+        _multiply(left, right, scale_left, scale_right, bias, out, accumulate=False)
+
+
+def scaled_mm_add_(
+    out: Tensor, left: Tensor, right: Tensor, scale_left: Tensor, scale_right: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """``out += scaled_mm(...)``; the rows of ``out`` [M, N] are contiguous."""
+    if out.shape[1] > 1 and out.stride(1) != 1:
+        raise ValueError(f"scaled_mm_add_ expects rows that are contiguous, got strides {out.stride()}")
+    if library() is None:
+        return out.add_(reference.scaled_mm(left, right, scale_left, scale_right, bias, torch.float32))
+    _multiply(left, right, scale_left, scale_right, bias, out, accumulate=True)
+    return out
+
+
+def _multiply(
+    left: Tensor,
+    right: Tensor,
+    scale_left: Tensor,
+    scale_right: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    *,
+    accumulate: bool,
+) -> None:
+    (m, k), n = left.shape, right.shape[1]
+    if bias is not None:
+        bias = bias.to(torch.float32).contiguous()
+    library().fp8_scaled_mm(  # type: ignore[union-attr]
+        *(m, n, k, left.data_ptr(), *left.stride(), _FORMATS[left.dtype]),
+        *(scale_left.data_ptr(), _stride(scale_left, 0), _stride(scale_left, 1), _lines(scale_left.shape[0], m)),
+        *(right.data_ptr(), right.stride(1), right.stride(0), _FORMATS[right.dtype]),
+        *(scale_right.data_ptr(), _stride(scale_right, 1), _stride(scale_right, 0), _lines(scale_right.shape[1], n)),
+        *(None if bias is None else bias.data_ptr(), out.data_ptr(), DTYPES[out.dtype], out.stride(0), accumulate),
+        torch.get_num_threads() if m * n * k >= LEAST_PARALLEL else 1,
+    )
+
+
+def _stride(scale: Tensor, dim: int) -> int:
+    """From one scale to the next; 0 where there is one for all."""
+    return scale.stride(dim) if scale.shape[dim] > 1 else 0
+
+
+def _lines(scales: int, size: int) -> int:
+    """How many rows or columns share a scale."""
+    return 1 if scales in (1, size) else TILE
+
+
+scaled_mm_op = define(
+    "scaled_mm(Tensor left, Tensor right, Tensor scale_left, Tensor scale_right, Tensor? bias, ScalarType out_dtype)"
+    " -> Tensor",
+    _new,
+    _scaled_mm,
+)
