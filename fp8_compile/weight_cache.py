@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fp8_compile.kernels.cpu.ops import quantize_delayed_op
+from fp8_compile.kernels.cpu.quantize import quantize_delayed_op
 from fp8_compile.kernels.delayed_scaling import DEQUANT, QUANT, cast_delayed, first_scale
 from fp8_compile.kernels.formats import E4M3, E5M2
 from fp8_compile.kernels.quantize import WHOLE, block_amax
@@ -161,7 +161,7 @@ class WeightCache:
         x = weight if entry.via is None else weight.to(entry.via)
         scale, margin, dtype = page.scales[QUANT, row].view(1, 1), page.kind.rule.margin, entry.codes.dtype
         if dtype in (E4M3.dtype, E5M2.dtype):
-            _, codes, used, dequant_scale, amax = quantize_delayed_op(x, scale, dtype, margin, False, True)
+            codes, used, dequant_scale, amax = quantize_delayed_op(x, scale, dtype, margin, True)
         else:
             amax = block_amax(x, (WHOLE, WHOLE))
             used = first_scale(scale, amax, page.kind.largest, margin)
