@@ -80,14 +80,21 @@ def _launch(node: BaseSchedulerNode, triton_name: str | None) -> Launch:
     if isinstance(node.node, ir.UserDefinedTritonKernel):
         # Inductor takes a buffer that the kernel fills as read and written.
         size -= sum(_tensor_bytes(buffer) for buffer in node.node.mutable_args)
+    if triton_name and node.is_template():
+        gemm = node.get_template_node()
+        return Launch(triton_name, "gemm", size, *_gemm_facts(gemm, gemm.inputs[0]))
     if triton_name:
         return Launch(triton_name, "triton", size)
     name = _extern_name(node)
     if "mm" in name:
         left = node.node.inputs[1 if "addmm" in name or "baddbmm" in name else 0]
-        flops = 2 * _numel(node.node) * int(left.get_size()[-1])
-        return Launch(name, "gemm", size, flops, fp8=left.get_dtype().itemsize == 1)
+        return Launch(name, "gemm", size, *_gemm_facts(node.node, left))
     return Launch(name, "other", size, _attention_flops(node.node) if "scaled_dot_product" in name else 0)
+
+
+def _gemm_facts(gemm: ir.IRNode, left: ir.IRNode) -> tuple[int, bool]:
+    """FLOPs, and whether the operands are FP8."""
+    return 2 * _numel(gemm) * int(left.get_size()[-1]), left.get_dtype().itemsize == 1
 
 
 def _extern_name(node: BaseSchedulerNode) -> str | None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .amax_reduction import AmaxReduction, reduces_amaxes
 from .config import Config
 from .graph_loss_scale import is_offered
 from .loss_scaler import LossScaler
@@ -24,6 +25,7 @@ from .saved_scaling import SavedScaling
 from .step_hooks import StepHooks
 from .training_checks import check_compiled, check_once, check_owner, unwrap_model, unwrap_optimizer
 from .training_part import Part, Step
+from .weight_caching import WeightCaching
 
 
 class Training:
@@ -129,8 +131,9 @@ def attach(
     *,
     loss_scale: float | str | LossScaler | None = None,
     master_weights: bool = False,
-    weight_cache: bool = False,
+    weight_cache: bool = True,
     amax_reduction: str | None = None,
+    process_group: Any = None,
 ) -> Training:
     """Hook what FP8 training needs into ``optimizer.step()``: after ``torch.compile``, before the first forward.
 
@@ -138,13 +141,15 @@ def attach(
                         step with gradients that are not finite, doubled after 2000 good steps; a :class:`LossScaler`
                         sets other numbers. Such steps are skipped, as if they had never been.
     ``master_weights``  keep the 16-bit parameters in FP32 for the optimizer.
+    ``weight_cache``    quantize weights once a step of the optimizer, not in every forward.
+    ``amax_reduction``  ``"max"``: every rank of ``process_group`` (None: all) has the scales of all of them.
+                        ``"local"``: its own. None: ``"max"`` where there are several ranks.
     """
     module, optimizer = unwrap_model(model), unwrap_optimizer(optimizer)
     check_compiled(model, module)
     check_owner(module, optimizer)
     check_once(lambda: is_offered(module) or bool(optimizer in _trainings and _trainings[optimizer]()))
-    if weight_cache or amax_reduction is not None:
-        raise ValueError("weight_cache and amax_reduction are not in this version of fp8_compile yet; leave them out")
+    reduces = reduces_amaxes(amax_reduction)
     scaler = loss_scale if isinstance(loss_scale, LossScaler) else None
     setting = "dynamic" if isinstance(loss_scale, LossScaler) else Config(loss_scale=loss_scale).loss_scale
     scaling = LossScaling(module, setting, scaler)
@@ -155,6 +160,10 @@ def attach(
     if master_weights:
         names = {parameter: name for name, parameter in module.named_parameters()}
         parts.append(MasterWeights(optimizer, names, hooks=False))
+    if reduces:
+        parts.append(AmaxReduction(module, process_group))
+    if weight_cache:
+        parts.append(WeightCaching(module))
     _look_at_fp16(module, scaling, master_weights)
     return Training(module, optimizer, parts)
 

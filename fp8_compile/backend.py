@@ -26,6 +26,7 @@ from .double_backward import reject_double_backward
 from .fast_paths import open_fast_paths
 from .graph_loss_scale import GraphLossScale, loss_scale_of_compilation
 from .graph_pool import GraphPool, PoolFull
+from .graph_weights import FreshWeights, GraphWeights, open_weights
 from .module_names import ModuleNames, Selection
 from .pass_recorder import PassRecorder
 from .passes.decide import Rules
@@ -125,6 +126,7 @@ def compile_graph(
         strict,
         {**(list_mode_options(mode) if mode else {}), **config.inductor},
         pool,
+        open_weights(gm, pool, rules) if pool else None,
         loss_scale,
         device,
     )
@@ -147,19 +149,23 @@ class _Graph:
     strict: bool
     patches: dict[str, Any]
     pool: GraphPool | None
+    weights: GraphWeights | None
     loss_scale: GraphLossScale | None
     device: torch.device
 
     def compile(
         self, inner_compile: Callable[..., Any], dump: GraphDump | None
     ) -> tuple[Callable[..., Any], Report]:
-        config, pool, loss_scale = self.config, self.pool, self.loss_scale
+        config, pool, loss_scale, weights = self.config, self.pool, self.loss_scale, self.weights
         looks_first = self.rules.target == "cpu"
-        state = pool.fingerprint if pool else None, loss_scale.wide if loss_scale else None
+        state = [part.fingerprint if part else None for part in (pool, weights)]
+        state += [loss_scale.wide if loss_scale else None, pool.state.held if pool else None]
         key = repr((SOURCE_HASH, config.fingerprint(), self.rules.target, self.names.fingerprint(self.gm), state))
         stored = ReportCache.entry(self.gm, self.example_inputs, key)
         if pool:
             delayed_state.attach_state(self.gm, pool, stats=config.stats)
+        if weights:
+            delayed_state.attach_buffers(self.gm, weights.buffers())
         if loss_scale:
             delayed_state.attach_buffers(self.gm, loss_scale.buffers(self.device))
         joint = self._joint_pipeline(stored.key, dump, look_first=looks_first)
@@ -168,11 +174,15 @@ class _Graph:
 
         if joint.ran:
             report = Report(tuple(joint.rows), config.recipe, self.rules.target, cache="off" if dump else "miss")
-            stored.write(report, pool.to_list() if pool else [])
+            stored.write(report, pool.to_list() if pool else [], weights.to_list() if weights else [])
         else:
             report = stored.read()
             if pool:
                 pool.adopt(stored.slots)
+            if weights:
+                weights.adopt(stored.weights)
+        if weights:
+            weights.finish()
         if dump:
             dump.write_report(report)
         if pool and pool.places:
@@ -182,6 +192,8 @@ class _Graph:
                 compiled = WarmUp(compiled, self._compile_warm_up(), pool, config.warmup_steps)
             recorder = PassRecorder(dump.path, pool) if dump and dump.trains and config.stats else None
             compiled = delayed_state.CountOnce(compiled, pool, recorder)
+            if weights and weights.uses:
+                compiled = FreshWeights(compiled, weights)
         return compiled, report
 
     def _compile_looking(self) -> Callable[..., Any]:
@@ -192,7 +204,8 @@ class _Graph:
     def _compile_warm_up(self) -> Callable[..., Any]:
         """The graph uncompiled and in high precision, recording amaxes."""
         assert self.pool is not None
-        record = RecordAmaxes(self.rules, self.names, self.pool, delayed_state.update_rule(self.config))
+        rule, held = delayed_state.update_rule(self.config), self.pool.state.held
+        record = RecordAmaxes(self.rules, self.names, self.pool, rule, held=held)
         joint = self._joint_pipeline("warm-up", None, look_first=True, record=record)
         return self._compile_fx(joint, None, {**self.patches, **NO_CACHE}, run_uncompiled)
 
@@ -201,10 +214,10 @@ class _Graph:
     ) -> JointPipeline:
         delay = None
         if self.pool:
-            rule = delayed_state.update_rule(self.config)
-            delay = DelayScales(self.pool, rule, look_first=look_first, stats=self.config.stats)
+            rule, held = delayed_state.update_rule(self.config), self.pool.state.held
+            delay = DelayScales(self.pool, rule, look_first=look_first, stats=self.config.stats, held=held)
         scale_loss = ScaleLoss(self.names, wide=self.loss_scale.wide) if self.loss_scale else None
-        ours = {"delay": delay, "record": record, "scale_loss": scale_loss}
+        ours = {"delay": delay, "record": record, "scale_loss": scale_loss, "weights": self.weights}
         return JointPipeline(self.rules, self.names, key, dump, **ours, strict=self.strict)  # type: ignore[arg-type]
 
     def _compile_fx(

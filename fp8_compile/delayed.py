@@ -69,14 +69,16 @@ class LookFirst:
     def __init__(self, compiled: Callable[..., Any], looking: Callable[..., Any], pool: GraphPool) -> None:
         self.compiled, self.looking = compiled, looking
         self.state, self.places = pool.state, dict(pool.places)
-        self.passes = 0  # through ``looking``
+        self.passes = 0  # through ``looking``; where amaxes are held, steps
+        self.updates = -1  # of the state, at the last of them
         self.epoch = -1  # of the state, when its histories were last found complete
 
     def __call__(self, *args: Any) -> Any:
         if self.epoch == self.state.epoch or any(isinstance(arg, FakeTensor) for arg in args):
             return self.compiled(*args)
         if self.passes < FIRST_PASSES and self.state.without_history(self.places.values()):
-            self.passes += 1
+            self.passes += not self.state.held or self.updates != self.state.updates
+            self.updates = self.state.updates
             return self.looking(*args)
         self._finish()
         return self.compiled(*args)

@@ -59,6 +59,10 @@ class GraphPool:
             for field in fields
         }
 
+    def pages(self, direction: str) -> list[int]:
+        """The pages that the graph is given."""
+        return self._pages[direction]
+
     def place(self, slot: Slot) -> Place:
         pages = self._pages[slot.direction]
         for index in pages:

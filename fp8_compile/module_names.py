@@ -16,6 +16,7 @@ from typing import Any, Iterable, Iterator, Sequence
 
 from torch import fx, nn
 from torch._dynamo.eval_frame import OptimizedModule
+from torch.nn.parallel import DistributedDataParallel
 
 # Output heads lose most by 8 bits and gain least: one layer in many. By the last component that is a name.
 OUTPUT_HEADS = ("lm_head", "embed_out", "output_head", "head")
@@ -133,6 +134,17 @@ def normalise(path: str) -> str:
     return path.strip(".")
 
 
+def plain_module(model: Any) -> Any:
+    """The user's module behind what ``torch.compile`` and ``DistributedDataParallel`` wrap around it."""
+    while True:
+        if isinstance(model, OptimizedModule):
+            model = model._orig_mod
+        elif isinstance(model, DistributedDataParallel):
+            model = model.module
+        else:
+            return getattr(model, "_orig_mod", model)
+
+
 def compiled_root() -> nn.Module | None:
     """The module that ``torch.compile`` was called on, seen from inside a compilation: innermost on the stack."""
     frame = sys._getframe()
@@ -173,7 +185,7 @@ def _roots() -> list[tuple[str, nn.Module]]:
     """(prefix, module): the compiled module; for a compiled function, the modules it can see."""
     root = compiled_root()
     if root is not None:
-        return [("", root)]
+        return [("", plain_module(root))]
     tx = _translator()
     if tx is None:
         return []
@@ -215,9 +227,15 @@ def _resolved(source: Any) -> Any:
         return None
 
 
-def _input_name(node: fx.Node, tensors: dict[int, InputName]) -> InputName:
+def real_input(node: fx.Node) -> Any:
+    """The value that an input of the graph has now, where Dynamo knows where it comes from. A part of a graph that was
+    split for DDP is compiled with fake ones."""
     source = _source_of(node)
-    real = _resolved(source) if source is not None else None
+    return _resolved(source) if source is not None else None
+
+
+def _input_name(node: fx.Node, tensors: dict[int, InputName]) -> InputName:
+    source, real = _source_of(node), real_input(node)
     if real is None:
         return InputName()
     if id(real) in tensors:

@@ -53,9 +53,15 @@ class ReportCache:
         assert self.stored is not None
         return self.stored["slots"]
 
-    def write(self, report: Report, slots: list[Any]) -> None:
+    @property
+    def weights(self) -> list[Any]:
+        """Which weights the code reads from the cache of them; see ``GraphWeights.to_list``."""
+        assert self.stored is not None
+        return self.stored["weights"]
+
+    def write(self, report: Report, slots: list[Any], weights: Sequence[Any] = ()) -> None:
         """Best effort: without it the next process compiles again."""
-        data = {"word": self.word, "report": report.to_dict(), "slots": slots}
+        data = {"word": self.word, "report": report.to_dict(), "slots": slots, "weights": list(weights)}
         with contextlib.suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile("w", dir=self.path.parent, delete=False) as file:
@@ -67,7 +73,8 @@ def _load(path: pathlib.Path) -> dict[str, Any] | None:
     try:
         data = json.loads(path.read_text())
         Report.from_dict(data["report"])
-        return data if isinstance(data["word"], str) and isinstance(data["slots"], list) else None
+        lists = isinstance(data["slots"], list) and isinstance(data["weights"], list)
+        return data if isinstance(data["word"], str) and lists else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

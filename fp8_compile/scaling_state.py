@@ -9,21 +9,27 @@ from __future__ import annotations
 
 import re
 import weakref
-from typing import Any, Callable, Iterable, Iterator, Mapping, Protocol
+from types import CodeType
+from typing import TYPE_CHECKING, Any, Callable, Iterable, Iterator, Mapping, Protocol
 
 import torch
 from torch import Tensor, fx, nn
-from torch._dynamo.eval_frame import innermost_fn
+from torch._dynamo.eval_frame import innermost_fn, reset_code
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.autograd.graph import increment_version
 
 from fp8_compile.kernels.delayed_scaling import ENTERED, PASSES, QUANT
 from fp8_compile.passes.find_matmuls import Role
 from fp8_compile.passes.slot import BACKWARD, Place, Slot
 
-from .module_names import compiled_root, frame_code, modules_read
+from .module_names import compiled_root, frame_code, modules_read, plain_module
 from .pass_recorder import PassRecorder
 from .scaling_page import Page
 from .scaling_stats import StatsRow, StatsTable, stats_row
+from .state_handling import handling_of
+
+if TYPE_CHECKING:
+    from .weight_cache import WeightCache
 
 SAVED = ("scale", "amax_history", "counts", "largest")
 
@@ -48,11 +54,56 @@ class ScalingState:
         self.gradient_unit = 1.0  # the loss scale: gradients inside graphs are that many times as large
         self.steps: int | None = None  # of the optimizer; None: nobody counts them
         self.epoch = 0  # goes up when histories are replaced: whoever believed that they were there looks again
+        self.updates = 0  # of all pages at once, where amaxes are held until the optimizer's step
+        self._weights: WeightCache | None = None
+        self._codes: list[CodeType] = []  # of frames that were compiled with this state
 
     def settle(self) -> None:
         """Bring histories and scales up to date with the last pass."""
+        for index in range(len(self.pages)):
+            self.settle_page(index)
+
+    def settle_page(self, index: int) -> None:
+        if not self.held:
+            self.pages[index].settle()
+
+    @property
+    def model(self) -> nn.Module | None:
+        return self._model() if self._model is not None else None
+
+    @property
+    def held(self) -> bool:
+        """Whether amaxes wait for :meth:`update`; otherwise each pass begins with the update for the one before."""
+        return handling_of(self.model).held
+
+    def update(self) -> None:
+        """Take over the amaxes that were held."""
         for page in self.pages:
             page.settle()
+            increment_version(page.scales)  # a forward saved them as they were: its backward must not read others
+        self.updates += 1
+
+    @property
+    def weights(self) -> WeightCache | None:
+        """FP8 copies of the model's weights, where an optimizer is attached."""
+        from .weight_cache import WeightCache
+
+        if not handling_of(self.model).cached:
+            self._weights = None
+        elif self._weights is None:
+            self._weights = WeightCache(self)
+        return self._weights
+
+    def compiled_with(self, code: CodeType) -> None:
+        if not any(code is known for known in self._codes):
+            self._codes.append(code)
+
+    def recompile(self) -> bool:
+        """Have Dynamo compile again what was compiled with this state; whether there was any."""
+        codes, self._codes = self._codes, []
+        for code in codes:
+            reset_code(code)
+        return bool(codes)
 
     def unit(self, direction: str) -> float:
         """By how much graphs multiply the tensors whose amaxes become known in that direction."""
@@ -191,7 +242,7 @@ class ScalingState:
     def _may_have(self, slot: str) -> bool:
         """Whether a slot that no graph has asked for yet can be one of this model: by the first part of its name, since
         modules kept in plain lists and the like have names that the model does not know."""
-        model = self._model() if self._model is not None else None
+        model = self.model
         first = re.split(r"[.\[]", slot.rpartition("#")[0])[0]
         return model is None or not first or hasattr(model, first)
 
@@ -203,7 +254,7 @@ _newest: weakref.WeakKeyDictionary[Any, weakref.ref[ScalingState]] = weakref.Wea
 
 def scaling_state(model: nn.Module | Callable[..., Any]) -> ScalingState:
     """The state of a model, plain or compiled; of a compiled function, that of the module or modules it runs."""
-    model = getattr(model, "_orig_mod", model)
+    model = plain_module(model)
     if isinstance(model, nn.Module):
         return _states.setdefault(model, ScalingState(model))
     if not callable(model):
@@ -233,6 +284,7 @@ def state_of_compilation(gm: fx.GraphModule) -> ScalingState:
         return _states.setdefault(code, ScalingState()) if code is not None else ScalingState()
     if code is not None:
         _newest[code] = weakref.ref(state)
+        state.compiled_with(code)
     return state
 
 

@@ -110,14 +110,25 @@ def record(
     ``first_only``: of slots without a scale alone, as in inference. ``made``: tensors that are to be made in this pass
     because a later one will read them; nothing is done with them.
     """
+    return accumulate(torch.full_like(amaxes, ABSENT), scales, recorded, rows, first_only)
+
+
+def accumulate(
+    amaxes: Tensor,
+    scales: Tensor,
+    recorded: Sequence[Tensor],
+    rows: Sequence[int],
+    first_only: bool,
+    made: Sequence[Tensor] = (),
+) -> Tensor:
+    """The amaxes of this pass and of those since the last update, where that is not done by every pass."""
     if not recorded:
-        return torch.full_like(amaxes, ABSENT)
+        return amaxes.clone()
     index = torch.tensor(rows, dtype=torch.int64, device=amaxes.device)
     values = torch.cat([one.reshape(1) for one in recorded])
     # As integers a NaN is above all numbers; |x| is never negative, the mark for an absent slot is.
-    bits = torch.full_like(amaxes, ABSENT).view(torch.int32)
-    new = bits.scatter_reduce(0, index, values.view(torch.int32), "amax").view(torch.float32)
-    return torch.where(scales[QUANT] == 0, new, ABSENT) if first_only else new
+    new = amaxes.view(torch.int32).scatter_reduce(0, index, values.view(torch.int32), "amax").view(torch.float32)
+    return torch.where(scales[QUANT] == 0, new, amaxes) if first_only else new
 
 
 def count(x: Tensor, q: Tensor, quant_scale: Tensor, dequant_scale: Tensor, largest: float) -> Tensor:
@@ -165,6 +176,12 @@ def _record_in_place(
     amaxes.data.copy_(record(amaxes, scales, recorded, rows, first_only))
 
 
+def _accumulate_in_place(
+    amaxes: Tensor, scales: Tensor, recorded: Sequence[Tensor], rows: Sequence[int], first_only: bool
+) -> None:
+    amaxes.data.copy_(accumulate(amaxes.data, scales, recorded, rows, first_only))
+
+
 def _fake_update(amaxes: Tensor, history: Tensor, scales: Tensor, counts: Tensor, *rule: Any) -> tuple[Tensor, ...]:
     return tuple(state.new_empty(state.shape) for state in (history, scales, counts))
 
@@ -198,6 +215,11 @@ record_op = _define(
     record,
     lambda amaxes, *arguments: amaxes.new_empty(amaxes.shape),
 )
+accumulate_op = _define(
+    f"accumulate_amaxes(Tensor amaxes, {_RECORD}, Tensor[] made) -> Tensor",
+    accumulate,
+    lambda amaxes, *arguments: amaxes.new_empty(amaxes.shape),
+)
 add_counts_op = _define(
     "add_counts(Tensor stats, Tensor[] counted, int[] rows) -> Tensor",
     add_counts,
@@ -210,4 +232,7 @@ update_in_place_op = _define(
 )
 record_in_place_op = _define(
     f"record_amaxes_(Tensor(a!) amaxes, {_RECORD}) -> ()", _record_in_place, lambda *arguments: None
+)
+accumulate_in_place_op = _define(
+    f"accumulate_amaxes_(Tensor(a!) amaxes, {_RECORD}) -> ()", _accumulate_in_place, lambda *arguments: None
 )

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fp8_compile.kernels.delayed_scaling import (
     DEQUANT,
     QUANT,
+    accumulate_op,
     add_counts_op,
     cast_delayed,
     count,
@@ -71,10 +72,17 @@ class DelayScales(GraphPass):
     saved for backward. ``look_first``: a slot without history takes the scale of its own amax; that takes two reads
     of x, so GPU code has it only for the passes that fill the histories. An inference graph records nothing but for
     slots that have no scale yet. Inside a subgraph there is no place for state: nothing is done there.
+
+    ``held``: the update is somebody else's, who first wants the amaxes of all ranks. Inductor drops the clone; then
+    autograd sees to it that backward has the scales that its forward had.
+    After:   known = clone(scales)
+             amaxes' = fp8_compile.accumulate_amaxes(amaxes, scales, [amax, ...], [row, ...]);  copy_(amaxes, amaxes')
     """
 
-    def __init__(self, pool: SlotPool, rule: UpdateRule, *, look_first: bool, stats: bool = False) -> None:
-        self.pool, self.rule, self.look_first, self.stats = pool, rule, look_first, stats
+    def __init__(
+        self, pool: SlotPool, rule: UpdateRule, *, look_first: bool, stats: bool = False, held: bool = False
+    ) -> None:
+        self.pool, self.rule, self.look_first, self.stats, self.held = pool, rule, look_first, stats, held
 
     def run(self, graph: fx.Graph) -> PassReport:
         nodes = graph.find_nodes(op="call_function", target=quantize_op)
@@ -88,7 +96,8 @@ class DelayScales(GraphPass):
             place = self.pool.place(slot)
             key = slot.direction, place.page
             if key not in pages:
-                pages[key] = PageInGraph(graph, *key, state, self.rule, format_of(node.args[1]).max)  # type: ignore[arg-type]
+                largest = format_of(node.args[1]).max  # type: ignore[arg-type]
+                pages[key] = PageInGraph(graph, *key, state, self.rule, largest, held=self.held)
             self._replace(graph, node, index, slot, pages[key], place.row)
         saved = saved_relayouts(graph)
         for (direction, _), page in pages.items():
@@ -104,7 +113,7 @@ class DelayScales(GraphPass):
         scale_marks = {"fp8_kind": SCALES, **marks}
         backward = _tag(BACKWARD) if slot.direction == BACKWARD else {}
         with graph.inserting_before(node):
-            quant_scale, dequant_scale = inline(graph, _of_row, page.known, row, like=node, tags=backward)
+            quant_scale, dequant_scale = inline(graph, of_row, page.known, row, like=node, tags=backward)
             amax = inline(graph, block_amax, x, block, like=node, tags=scale_marks)
             if self.look_first:
                 arguments = (quant_scale, amax, page.largest, self.rule.margin)
@@ -132,9 +141,17 @@ class PageInGraph:
     """One page of the state in one graph: updated at the start, amaxes recorded at the end."""
 
     def __init__(
-        self, graph: fx.Graph, direction: str, page: int, state: dict[str, fx.Node], rule: UpdateRule, largest: float
+        self,
+        graph: fx.Graph,
+        direction: str,
+        page: int,
+        state: dict[str, fx.Node],
+        rule: UpdateRule,
+        largest: float,
+        *,
+        held: bool = False,
     ) -> None:
-        self.graph, self.largest = graph, largest
+        self.graph, self.largest, self.held = graph, largest, held
         self.fields = {field: state[buffer_name(direction, page, field)] for field in FIELDS}
         self.stats = state.get(buffer_name(direction, page, STATS))
         self.rule = (largest, rule.margin, rule.algorithm, rule.interval)
@@ -143,7 +160,10 @@ class PageInGraph:
         self.amaxes: list[fx.Node] = []
         self.counted: list[fx.Node] = []
         with graph.inserting_before(first_call(graph)):
-            self.known = self._emit(next_scales_op, *self.fields.values(), *self.rule)
+            if held:
+                self.known = self._emit(aten.clone.default, self.fields["scales"])
+            else:
+                self.known = self._emit(next_scales_op, *self.fields.values(), *self.rule)
         self.known.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
     def record(self, row: int, amax: fx.Node, counted: fx.Node | None) -> None:
@@ -162,11 +182,16 @@ class PageInGraph:
         """
         fields = self.fields
         with self.graph.inserting_before(self.graph.output_node()):
-            new = self._emit(update_op, *fields.values(), *self.rule)
-            results = {field: self._part(new, index) for index, field in enumerate(("history", "scales", "counts"))}
             recorded = (self.amaxes, self.rows) if records else ([], [])
             made = [self.known, *made]
-            results["amaxes"] = self._emit(record_op, fields["amaxes"], results["scales"], *recorded, first_only, made)
+            if self.held:
+                arguments = (fields["amaxes"], fields["scales"], *recorded, first_only, made)
+                results = {"amaxes": self._emit(accumulate_op, *arguments)}
+            else:
+                new = self._emit(update_op, *fields.values(), *self.rule)
+                results = {field: self._part(new, index) for index, field in enumerate(("history", "scales", "counts"))}
+                arguments = (fields["amaxes"], results["scales"], *recorded, first_only, made)
+                results["amaxes"] = self._emit(record_op, *arguments)
             for field, result in results.items():
                 self._emit(aten.copy_.default, fields[field], result)
             if stats:
@@ -194,7 +219,8 @@ def _own_chain(amax: fx.Node) -> list[fx.Node]:
     return found
 
 
-def _of_row(known: torch.Tensor, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+def of_row(known: torch.Tensor, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """quant_scale and dequant_scale of a slot, [1, 1] each."""
     return known[QUANT, row].view(1, 1), known[DEQUANT, row].view(1, 1)
 
 

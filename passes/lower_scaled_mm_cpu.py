@@ -12,7 +12,7 @@ from .graph_pass import GraphPass, PassReport
 
 aten = torch.ops.aten
 
-READ_AGAIN = "read again"  # meta["fp8_kind"] of the copies that stand for a reading in backward, until the graph is split
+READ_AGAIN = "read again"  # meta["fp8_kind"] of copies that stand for a reading in backward, until the graph is split
 
 
 class LowerScaledMmForCpu(GraphPass):

@@ -30,6 +30,7 @@ from .row import Row
 from .scale_loss import ScaleLoss
 from .share_quantizes import ShareQuantizes
 from .update_in_place import UpdateInPlace
+from .use_weight_cache import CachedWeights, UseWeightCache
 
 log = logging.getLogger("fp8_compile.passes")
 
@@ -91,8 +92,8 @@ class Pipeline(CustomGraphPass):
 
 
 class JointPipeline(Pipeline):
-    """multiply packed weights, where there are any -> find matmuls, decide, rewrite -> share quantizes -> delay scales
-    -> lower quantizes -> scale the loss -> lower for the target."""
+    """multiply packed weights, where there are any -> find matmuls, decide, rewrite -> share quantizes -> use cached
+    weights -> delay scales -> lower quantizes -> scale the loss -> lower for the target."""
 
     def __init__(
         self,
@@ -102,6 +103,7 @@ class JointPipeline(Pipeline):
         observer: Observer | None = None,
         *,
         delay: DelayScales | None = None,
+        weights: CachedWeights | None = None,
         record: RecordAmaxes | None = None,
         scale_loss: ScaleLoss | None = None,
         strict: bool = True,
@@ -109,7 +111,8 @@ class JointPipeline(Pipeline):
         self.packed = MultiplyPacked(names)
         self.rewrite = RewriteMatmuls(rules, names, strict=strict)
         self.ran = False
-        passes: list[GraphPass] = [self.rewrite, ShareQuantizes(), *([delay] if delay else []), LowerQuantizes()]
+        with_state = [*([UseWeightCache(weights)] if weights else []), *([delay] if delay else [])]
+        passes: list[GraphPass] = [self.rewrite, ShareQuantizes(), *with_state, LowerQuantizes()]
         if record:  # nothing is rewritten yet
             passes = [record]
         if scale_loss:

@@ -31,8 +31,8 @@ class RecordAmaxes(GraphPass):
     Which tensors share a slot is found by rewriting a copy of the graph.
     """
 
-    def __init__(self, rules: Rules, names: Names, pool: SlotPool, rule: UpdateRule) -> None:
-        self.rules, self.names, self.pool, self.rule = rules, names, pool, rule
+    def __init__(self, rules: Rules, names: Names, pool: SlotPool, rule: UpdateRule, *, held: bool = False) -> None:
+        self.rules, self.names, self.pool, self.rule, self.held = rules, names, pool, rule, held
 
     def run(self, graph: fx.Graph) -> PassReport:
         state = state_of(graph)
@@ -48,7 +48,8 @@ class RecordAmaxes(GraphPass):
             place = self.pool.place(slot)
             key = slot.direction, place.page
             if key not in pages:
-                pages[key] = PageInGraph(graph, *key, state, self.rule, format_of(node.args[1]).max)  # type: ignore[arg-type]
+                largest = format_of(node.args[1]).max  # type: ignore[arg-type]
+                pages[key] = PageInGraph(graph, *key, state, self.rule, largest, held=self.held)
             x = _here(graph, node.args[0], original)  # type: ignore[arg-type]
             with graph.inserting_before(graph.output_node()):
                 pages[key].record(place.row, inline(graph, block_amax, x, node.args[2], like=x), None)

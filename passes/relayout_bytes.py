@@ -46,6 +46,14 @@ def saved_relayouts(graph: fx.Graph) -> list[fx.Node]:
     return [node for node in nodes if node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE]
 
 
+def relayouts_of(q: fx.Node, arguments: tuple[Any, ...]) -> list[fx.Node]:
+    """The copies of q that were made with these ``arguments`` (``emit_relayout``)."""
+    chain = [user for user in q.users if _is_ours(user) and user.meta["fp8_relayout"] == arguments]
+    for node in chain:
+        chain += [user for user in node.users if _is_ours(user)]
+    return [node for node in chain if not any(map(_is_ours, node.users))]
+
+
 def made_by_reduction(node: fx.Node) -> bool:
     """Whether a node is computed, element by element, from a reduction of its own row: a norm's output is."""
     return any(torch.Tag.reduction in _op_tags(one) for one in _pointwise_sources(node))

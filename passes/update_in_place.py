@@ -6,6 +6,8 @@ import torch
 from torch import fx
 
 from fp8_compile.kernels.delayed_scaling import (
+    accumulate_in_place_op,
+    accumulate_op,
     next_scales_op,
     record_in_place_op,
     record_op,
@@ -35,6 +37,10 @@ class UpdateInPlace(GraphPass):
              fp8_compile.record_amax(amaxes, x, row)                              fused into the kernel that makes x
     CPU:     fp8_compile.update_scales_(amaxes, history, scales, counts, known)
              fp8_compile.record_amaxes_(amaxes, scales, [amax], [row])
+
+    Held:    amaxes' = fp8_compile.accumulate_amaxes(amaxes, scales, [amax], [row]);  copy_(amaxes, amaxes')
+    After:   fp8_compile.record_amax(amaxes, x, row)                              GPU
+             fp8_compile.accumulate_amaxes_(amaxes, scales, [amax], [row])        CPU
     """
 
     def run(self, graph: fx.Graph) -> PassReport:
@@ -53,7 +59,14 @@ class UpdateInPlace(GraphPass):
                     graph.erase_node(copy)
             for node in (record, *list(updates[amaxes].users), updates[amaxes], begins[amaxes]):
                 graph.erase_node(node)
-        return PassReport(len(ends), "pages of the scaling state updated in place")
+        held = graph.find_nodes(op="call_function", target=accumulate_op)
+        for record in held:
+            in_place = _OnGpu if value(record.args[0]).device.type != "cpu" else _OnCpu
+            in_place.record(graph, record)
+            for copy in list(record.users):
+                graph.erase_node(copy)
+            graph.erase_node(record)
+        return PassReport(len(ends) + len(held), "pages of the scaling state updated in place")
 
 
 class _OnCpu:
@@ -65,12 +78,14 @@ class _OnCpu:
 
     @staticmethod
     def record(graph: fx.Graph, node: fx.Node) -> None:
-        amaxes, new_scales, recorded, *rest, _ = node.args
+        amaxes, scales, recorded, *rest, _ = node.args
         if not recorded:
             return
-        scales = new_scales.args[0].args[2]  # updated in place by now
+        op = accumulate_in_place_op
+        if node.target is record_op:
+            op, scales = record_in_place_op, scales.args[0].args[2]  # updated in place by now
         with graph.inserting_before(node):
-            emit(graph, record_in_place_op, amaxes, scales, recorded, *rest, like=node)
+            emit(graph, op, amaxes, scales, recorded, *rest, like=node)
 
 
 class _OnGpu:

@@ -18,6 +18,7 @@ from . import (
     nvfp4_pack,
     quantize_amax,
     quantize_blocks,
+    quantize_many,
     quantize_rows,
     quantize_transpose,
     stochastic_rounding,
@@ -65,6 +66,14 @@ def _quantize_transpose() -> Entry:
     constants = {"LARGEST": 448.0, **CONTIGUOUS, **blocks}
     kernel = quantize_transpose.quantize_transpose_kernel
     return Entry(kernel, types | SHAPE, constants, quantize_transpose.NUM_WARPS)
+
+
+def _quantize_many() -> Entry:
+    types = {"table_ptr": "*i64", "first_tile_ptr": "*i64", "x_like_ptr": "*bf16", "q_like_ptr": "*fp8"}
+    blocks = {"BLOCK_R": quantize_transpose.BLOCK_R, "BLOCK_C": quantize_transpose.BLOCK_C}
+    constants = {"STEPS": 8, "VIA": 0, "ALIGNED": True, "LARGEST": 448.0, **blocks}
+    kernel = quantize_many.quantize_many_kernel
+    return Entry(kernel, types | {"matrices": "i32"}, constants, quantize_transpose.NUM_WARPS)
 
 
 def _quantize_blocks(square: bool) -> Entry:
@@ -132,6 +141,7 @@ def _update_scales() -> Entry:
 CATALOGUE: dict[str, Callable[[], Entry]] = {
     "quantize_amax": _quantize_amax,
     "quantize_transpose": _quantize_transpose,
+    "quantize_many": _quantize_many,
     "quantize_blocks 1x128": lambda: _quantize_blocks(square=False),
     "quantize_blocks 128x128": lambda: _quantize_blocks(square=True),
     "quantize_rows": lambda: _quantize_rows(fits=True),

@@ -1,0 +1,121 @@
+"""The part of training that gives every rank the same scales: one all-reduce of all amaxes a step.
+
+    amaxes[slot] = max over ranks and over the micro-batches of the step
+
+While it is attached, passes record amaxes and leave histories and scales alone. ``optimizer.step()``, which all ranks
+call alike, puts the amaxes together and does the update: scales are equal on all ranks, bit for bit, in every pass.
+Slots go by their names, so ranks may have compiled their graphs in any order; but they must be the same slots.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .scaling_state import ScalingState, states_within
+from .state_handling import handle
+from .training_part import Part, Step
+from .weight_caching import recompile
+
+ROUND_SIZE = 1024  # ranks that disagree about their slots must still agree about the size, to find that out
+
+
+SETTINGS = ("max", "local")
+
+
+def reduces_amaxes(setting: str | None) -> bool:
+    """What the setting means here; None: by whether there are several ranks."""
+    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 0
+    if setting is None:
+        return ranks > 1
+    if setting not in SETTINGS:
+        raise ValueError(f"amax_reduction expects 'max', 'local' or None, got {setting!r}")
+    if setting == "max" and not ranks:
+        raise ValueError("amax_reduction='max' needs ranks: call init_process_group() of torch.distributed first")
+    return setting == "max"
+
+
+class AmaxReduction(Part):
+    """``group``: the ranks that share scales; None: all. Gradients found not finite on one rank are so on all."""
+
+    name = "amax_reduction"
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+        self.model, self.group = model, group
+        self._layout: _Layout | None = None
+        for state in states_within(model).values():
+            state.settle()
+        handle(model).held = True
+        recompile(model, "with amaxes of all ranks")
+
+    def inspect(self, step: Step) -> None:
+        if step.found_inf is not None:
+            dist.all_reduce(step.found_inf, dist.ReduceOp.MAX, group=self.group)
+
+    def before_step(self, step: Step) -> None:
+        if not step.skipped:  # otherwise what was recorded is forgotten by who skips
+            self.reduce()
+
+    def reduce(self) -> None:
+        """Put the amaxes of all ranks together and update histories and scales. Every rank must call it."""
+        states = states_within(self.model)
+        names = [f"{module}:{slot}" for module, state in states.items() for slot, _ in state.slots()]
+        new = self._layout is None or self._layout.names != names
+        if new:
+            self._layout = _Layout(names, states)
+        assert self._layout is not None
+        self._layout.reduce(self.group, check=new)
+        for state in states.values():
+            state.update()
+
+    def detach(self) -> None:
+        handle(self.model).held = False
+        recompile(self.model, "with amaxes of its own rank")
+
+
+class _Layout:
+    """Where the slots of all states lie in one tensor: [hash, -hash, slots by name, nothing ...] as int32.
+
+    As integers a NaN is above all numbers and the mark of an absent slot below all. The hash is the same on all ranks
+    if it is both the largest and the smallest.
+    """
+
+    def __init__(self, names: list[str], states: dict[str, ScalingState]) -> None:
+        self.names = names
+        self.pages = [page for state in states.values() for page in state.pages]
+        starts, total = [], 0
+        for page in self.pages:
+            starts.append(total)
+            total += page.capacity
+        rows, first = [], 0
+        for state in states.values():
+            rows += [starts[first + place.page] + place.row for _, place in state.slots()]
+            first += len(state.pages)
+        device = self.pages[0].kind.device if self.pages else torch.device("cpu")
+        by_name = [row for _, row in sorted(zip(names, rows))]
+        self.order = torch.tensor(by_name, dtype=torch.int64, device=device)
+        digest = hashlib.sha256("\n".join(sorted(names)).encode()).digest()
+        self.hash = int.from_bytes(digest[:4], "big") >> 1
+        size = -(-(2 + len(names)) // ROUND_SIZE) * ROUND_SIZE
+        self.message = torch.zeros(size, dtype=torch.int32, device=device)
+
+    def reduce(self, group: dist.ProcessGroup | None, *, check: bool) -> None:
+        amaxes: list[Tensor] = [page.amaxes.data for page in self.pages]
+        flat = torch.cat(amaxes).view(torch.int32) if amaxes else self.message[:0]
+        count = len(self.names)
+        self.message[0], self.message[1] = self.hash, -self.hash
+        self.message[2 : 2 + count] = flat[self.order]
+        dist.all_reduce(self.message, dist.ReduceOp.MAX, group=group)
+        if check and self.message[:2].tolist() != [self.hash, -self.hash]:
+            raise ValueError(
+                f"the ranks have not compiled the same matmuls: rank {dist.get_rank()} has {count} quantized tensors "
+                f"({', '.join(sorted(self.names)[:3])}, ...), others have other ones. Expected every rank to run the "
+                "same modules; with pipeline parallelism pass the process_group of those that do, or "
+                "amax_reduction='local'"
+            )
+        flat[self.order] = self.message[2 : 2 + count]
+        for amax, reduced in zip(amaxes, flat.view(torch.float32).split([len(one) for one in amaxes])):
+            amax.copy_(reduced)

@@ -1,0 +1,53 @@
+"""The part of training that keeps FP8 copies of the weights, renewed once a step of the optimizer."""
+
+from __future__ import annotations
+
+import logging
+
+from torch import nn
+
+from .scaling_state import states_within
+from .state_handling import handle
+from .training_part import Part, Step
+from .weight_cache import WeightCache
+
+log = logging.getLogger("fp8_compile")
+
+
+class WeightCaching(Part):
+    """Weights are quantized once a step, all of them in one launch; see ``weight_cache.py``.
+
+    Code that was compiled before is compiled again at its next call. Detached, code goes on with its copies, which
+    are renewed whenever a weight has changed; what is compiled from then on has none.
+    """
+
+    name = "weight_cache"
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        handle(model).cached = True
+        recompile(model, "with FP8 copies of its weights")
+
+    @property
+    def caches(self) -> list[WeightCache]:
+        found = [state.weights for state in states_within(self.model).values()]
+        return [cache for cache in found if cache is not None]
+
+    def after_step(self, step: Step) -> None:
+        # Whoever wrote the new weights, master weights for instance, may have done it past the version counters.
+        weights = [weight for weight in self.model.parameters() if weight.requires_grad]
+        for cache in self.caches if not step.skipped else ():
+            cache.invalidate(weights)
+
+    def memory_bytes(self) -> int:
+        """What the copies take."""
+        return sum(cache.memory_bytes() for cache in self.caches)
+
+    def detach(self) -> None:
+        handle(self.model).cached = False
+
+
+def recompile(model: nn.Module, reason: str) -> None:
+    """Have code of the model compiled again."""
+    if any([state.recompile() for state in states_within(model).values()]):
+        log.info("the model was compiled before: it is compiled again, %s", reason)

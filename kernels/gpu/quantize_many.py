@@ -1,0 +1,169 @@
+"""Quantize many matrices by known scales into both layouts and record their amaxes: all of them in one launch.
+
+    q    = fp8(clamp(x * quant_scale, -F, F) + 0 * x)      F: the largest value of the format
+    q_t  = transpose(q)
+    amax = max(amax, max |x|)                              -1 before anything was recorded; NaN wins over Inf
+
+For each matrix: x: [R, C] fp32/bf16/fp16 row-major; quant_scale, amax: one fp32 each; q: [R, C], q_t: [C, R] fp8
+row-major, written in place. ``via``: x is rounded to that dtype first, as autocast does before a matmul.
+
+One launch for the weights of a model after an optimizer step: a table of addresses says where they lie. Matrices that
+differ in dtype, in ``via``, or in whether they can be moved 16 bytes at a time are a launch each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any, Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..delayed_scaling import cast_delayed
+from ..formats import format_of
+from .quantize_transpose import BLOCK_C, BLOCK_R, NUM_WARPS, tiles
+from .tile import largest_magnitude, magnitude_bits, record_amax, saturated
+
+VIA = {None: 0, torch.bfloat16: 1, torch.float16: 2}
+ALIGNMENT = 16  # bytes of a vector, and so the multiple that addresses and both sizes must be of
+
+
+@dataclasses.dataclass(frozen=True)
+class Matrix:
+    """One matrix and where its results go."""
+
+    x: Tensor
+    q: Tensor
+    q_t: Tensor
+    quant_scale: Tensor  # one element
+    amax: Tensor  # one element
+    via: torch.dtype | None = None
+
+    @property
+    def aligned(self) -> bool:
+        addresses = (tensor.data_ptr() for tensor in (self.x, self.q, self.q_t))
+        return all(number % ALIGNMENT == 0 for number in (*addresses, *self.x.shape))
+
+
+@triton.jit
+def quantize_many_kernel(
+    table_ptr,
+    first_tile_ptr,
+    x_like_ptr,
+    q_like_ptr,
+    matrices,
+    STEPS: tl.constexpr,
+    VIA: tl.constexpr,  # 0: quantized as it is; 1: rounded to bf16 before, 2: to fp16
+    ALIGNED: tl.constexpr,
+    LARGEST: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """One tile a program, those of a matrix one behind the other; a row of the table: x, q, q_t, quant_scale, amax,
+    rows, cols. ``*_like_ptr`` are there for their types."""
+    program = tl.program_id(0).to(tl.int64)
+    low, high = tl.zeros([], tl.int32), matrices + tl.zeros([], tl.int32)
+    for _ in tl.static_range(STEPS):  # the matrix whose first tile is the last one not behind this program
+        middle = (low + high) // 2
+        behind = tl.load(first_tile_ptr + middle) > program
+        low, high = tl.where(behind, low, middle), tl.where(behind, middle, high)
+    row = table_ptr + low.to(tl.int64) * 7
+    x_ptr = tl.load(row).to(x_like_ptr.dtype)
+    q_bytes = tl.load(row + 1).to(tl.pointer_type(tl.uint8))
+    q_t_bytes = tl.load(row + 2).to(tl.pointer_type(tl.uint8))
+    rows, cols = tl.load(row + 5), tl.load(row + 6)
+    if ALIGNED:
+        x_ptr, q_bytes = tl.multiple_of(x_ptr, 16), tl.multiple_of(q_bytes, 16)
+        q_t_bytes = tl.multiple_of(q_t_bytes, 16)
+        rows, cols = tl.multiple_of(rows, 16), tl.multiple_of(cols, 16)
+
+    tile = program - tl.load(first_tile_ptr + low)
+    tiles_across = tl.maximum(tl.cdiv(cols, BLOCK_C), 1)  # 1: an empty matrix has one program, which records 0
+    r = (tile // tiles_across) * BLOCK_R + tl.arange(0, BLOCK_R)
+    c = (tile % tiles_across) * BLOCK_C + tl.arange(0, BLOCK_C)
+    inside = (r < rows)[:, None] & (c < cols)[None, :]
+    x = tl.load(x_ptr + (r[:, None] * cols + c[None, :]), mask=inside, other=0.0)
+    if VIA == 1:
+        x = x.to(tl.bfloat16)
+    elif VIA == 2:
+        x = x.to(tl.float16)
+    x = x.to(tl.float32)
+    record_amax(tl.load(row + 4).to(tl.pointer_type(tl.float32)), magnitude_bits(x))
+
+    quant_scale = tl.load(tl.load(row + 3).to(tl.pointer_type(tl.float32)))
+    q = (saturated(x, quant_scale, LARGEST) + 0.0 * x).to(q_like_ptr.dtype.element_ty)
+    # Through an integer view: Triton may miscompile transposed FP8 stores; see quantize_transpose.py.
+    codes = q.to(tl.uint8, bitcast=True)
+    tl.store(q_bytes + (r[:, None] * cols + c[None, :]), codes, mask=inside)
+    inside_t = (c < cols)[:, None] & (r < rows)[None, :]
+    tl.store(q_t_bytes + (c[:, None] * rows + r[None, :]), tl.trans(codes), mask=inside_t)
+
+
+class QuantizeMany:
+    """The launches for some matrices; the tables are made once and hold as long as no tensor moves."""
+
+    def __init__(self, matrices: Sequence[Matrix]) -> None:
+        for one in matrices:
+            _check(one)
+        kinds: dict[Any, list[Matrix]] = {}
+        for one in matrices:
+            kinds.setdefault((one.x.dtype, one.q.dtype, one.via, one.aligned), []).append(one)
+        self.launches = [_Launch(group) for group in kinds.values()]
+        self.addresses = addresses(matrices)
+
+    def __call__(self) -> None:
+        for launch in self.launches:
+            launch()
+
+
+class _Launch:
+    """The matrices of one kind."""
+
+    def __init__(self, matrices: Sequence[Matrix]) -> None:
+        first = matrices[0]
+        counts = [tiles(*one.x.shape) for one in matrices]
+        self.grid = (sum(counts),)
+        self.kept = matrices  # the tables are numbers: something must keep the tensors
+        device = first.x.device
+        table = [[*found, *one.x.shape] for found, one in zip(addresses(matrices), matrices)]
+        self.table = torch.tensor(table, dtype=torch.int64, device=device)
+        self.first_tile = torch.tensor([0, *itertools.accumulate(counts)][:-1], dtype=torch.int64, device=device)
+        self.constants = {
+            "STEPS": (len(matrices) - 1).bit_length(),
+            "VIA": VIA[first.via],
+            "ALIGNED": first.aligned,
+            "LARGEST": format_of(first.q.dtype).max,
+            "BLOCK_R": BLOCK_R,
+            "BLOCK_C": BLOCK_C,
+        }
+
+    def __call__(self) -> None:
+        first = self.kept[0]
+        arguments = (self.table, self.first_tile, first.x, first.q, len(self.kept))
+        quantize_many_kernel[self.grid](*arguments, **self.constants, num_warps=NUM_WARPS)
+
+
+def addresses(matrices: Sequence[Matrix]) -> list[tuple[int, ...]]:
+    """Where the tensors lie: a table made for other addresses must not be used."""
+    return [
+        tuple(tensor.data_ptr() for tensor in (one.x, one.q, one.q_t, one.quant_scale, one.amax)) for one in matrices
+    ]
+
+
+def reference(matrix: Matrix) -> tuple[Tensor, Tensor, Tensor]:
+    """q, q_t and max |x| in plain PyTorch."""
+    x = matrix.x if matrix.via is None else matrix.x.to(matrix.via)
+    dtype = matrix.q.dtype
+    q = cast_delayed(x, matrix.quant_scale, dtype)
+    return q, q.view(torch.uint8).t().contiguous().view(dtype), largest_magnitude(x)
+
+
+def _check(matrix: Matrix) -> None:
+    shapes = (matrix.q.shape, matrix.q_t.t().shape)
+    tensors = (matrix.x, matrix.q, matrix.q_t)
+    if any(shape != matrix.x.shape for shape in shapes) or not all(tensor.is_contiguous() for tensor in tensors):
+        found = ", ".join(f"{tuple(tensor.shape)} with strides {tensor.stride()}" for tensor in tensors)
+        raise ValueError(f"quantize_many expects contiguous x [R, C], q [R, C] and q_t [C, R], got {found}")

@@ -1,0 +1,196 @@
+"""Two processes on gloo over the loopback: each runs the scenarios below and writes down what it saw.
+
+    results = run_two_ranks(folder)      scenario -> [what rank 0 saw, what rank 1 saw]
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import fp8_compile
+from fp8_compile.sharded_checkpoint import load_scaling_state
+
+WIDTH, HIDDEN, ROWS = 32, 64, 32
+SECONDS = 300
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Blocks(nn.Module):
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.blocks = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+def train(compiled: Any, optimizer: Any, steps: range, part: slice = slice(None)) -> list[float]:
+    losses = []
+    for step in steps:
+        loss = compiled(batch(step)[part]).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def copies(state: fp8_compile.ScalingState) -> dict[str, tuple[int, ...]]:
+    """Slot -> shape of the FP8 copy."""
+    return {str(slot): tuple(entry.codes.shape) for slot, entry in state.weights.entries.items()}
+
+
+# ---- scenarios ------------------------------------------------------------------------------------------------------
+
+
+def ddp(rank: int, folder: pathlib.Path) -> dict[str, Any]:
+    """Half of the rows on each rank; Dynamo splits the graph at DDP's buckets. After two steps the first weights come
+    back, so that one more step is one that a single process can do."""
+    model = Blocks()
+    dist._DEFAULT_FIRST_BUCKET_BYTES = 1
+    backend = fp8_compile.Backend()
+    compiled = torch.compile(DistributedDataParallel(model, bucket_cap_mb=0.02), backend=backend)
+    optimizer = make_optimizer(model)
+    fp8_compile.attach(compiled, optimizer)
+    half = slice(rank * ROWS // 2, (rank + 1) * ROWS // 2)
+    train(compiled, optimizer, range(2), half)
+    state = fp8_compile.scaling_state(model)
+    before = state.state_dict()
+    model.load_state_dict(Blocks().state_dict())
+    losses = train(compiled, optimizer, range(2, 3), half)
+    skipped = [row for report in backend.reports for row in report.skipped]
+    found = {"losses": losses, "before": before, "after": state.state_dict(), "graphs": len(backend.reports)}
+    return {**found, "skipped": len(skipped), "copies": copies(state), "refreshes": state.weights.refreshes}
+
+
+def fsdp(rank: int, folder: pathlib.Path) -> dict[str, Any]:
+    """Two steps, a checkpoint, two more; and the two more again from the checkpoint, in a model of other weights."""
+
+    def build(seed: int) -> tuple[nn.Module, Any, torch.optim.Optimizer]:
+        model = Blocks(seed)
+        for block in model.blocks:
+            fully_shard(block, mesh=init_device_mesh("cpu", (2,)))
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        compiled, optimizer = torch.compile(model, backend="fp8"), make_optimizer(model)
+        fp8_compile.attach(compiled, optimizer)
+        return model, compiled, optimizer
+
+    half = slice(rank * ROWS // 2, (rank + 1) * ROWS // 2)
+    model, compiled, optimizer = build(0)
+    train(compiled, optimizer, range(2), half)
+    states = get_state_dict(model, optimizer)
+    scaling = fp8_compile.scaling_state(model).state_dict()
+    dcp.save({"model": states[0], "optimizer": states[1], "scaling": scaling}, checkpoint_id=folder / "checkpoint")
+    went_on = train(compiled, optimizer, range(2, 4), half)
+
+    other, compiled, optimizer_of_other = build(1)
+    states = get_state_dict(other, optimizer_of_other)
+    loaded = {"model": states[0], "optimizer": states[1]}
+    dcp.load(loaded, checkpoint_id=folder / "checkpoint")
+    set_state_dict(other, optimizer_of_other, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+    load_scaling_state(other, folder / "checkpoint")
+    resumed = train(compiled, optimizer_of_other, range(2, 4), half)
+
+    def parts(model: nn.Module) -> list[torch.Tensor]:
+        return [parameter.to_local().detach() for parameter in model.parameters()]
+
+    return {
+        "losses": [went_on, resumed],
+        "parameters": [parts(model), parts(other)],
+        "states": [fp8_compile.scaling_state(one).state_dict() for one in (model, other)],
+        "saved": scaling,
+        "copies": [copies(fp8_compile.scaling_state(one)) for one in (model, other)],
+    }
+
+
+def tensor_parallel(rank: int, folder: pathlib.Path) -> dict[str, Any]:
+    """Each rank has half of every weight."""
+    model, mesh = Blocks(), init_device_mesh("cpu", (2,))
+    for block in model.blocks:
+        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    compiled, optimizer = torch.compile(model, backend="fp8"), make_optimizer(model)
+    fp8_compile.attach(compiled, optimizer)
+    losses = train(compiled, optimizer, range(3))
+    state = fp8_compile.scaling_state(model)
+    return {"losses": losses, "last": state.state_dict(), "copies": copies(state), "refreshes": state.weights.refreshes}
+
+
+SCENARIOS = {"ddp": ddp, "fsdp": fsdp, "tensor_parallel": tensor_parallel}
+
+
+# ---- launching ------------------------------------------------------------------------------------------------------
+
+
+def run_two_ranks(folder: pathlib.Path) -> dict[str, list[dict[str, Any]]]:
+    """Run them unless the folder has their results."""
+    files = {name: [folder / f"{name}-{rank}.pt" for rank in range(2)] for name in SCENARIOS}
+    if not all(file.exists() for some in files.values() for file in some):
+        _run(folder)
+    return {name: [torch.load(file, weights_only=True) for file in some] for name, some in files.items()}
+
+
+def _run(folder: pathlib.Path) -> None:
+    settings = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, __file__, str(rank), str(folder)],
+            env={**os.environ, **settings},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=SECONDS)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
+
+
+def main(rank: int, folder: pathlib.Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    for name, scenario in SCENARIOS.items():
+        torch._dynamo.reset()
+        torch.save(scenario(rank, folder), folder / f"{name}-{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), pathlib.Path(sys.argv[2]))
