@@ -47,7 +47,9 @@ def main() -> None:
     names = ("bf16", "inductor bf16", "upcast", "fp8", "fp8 transposed")
     print(f"{'M x N x K':>16} {'fp32 ms':>9}" + "".join(f"{name:>20}" for name in names) + f"{'of peak':>9}")
     for row in rows:
-        cells = "".join(f"{row[name]:>12.3f} {row['fp32'] / row[name]:6.2f}x" if name in row else f"{'-':>20}" for name in names)
+        cells = "".join(
+            f"{row[name]:>12.3f} {row['fp32'] / row[name]:6.2f}x" if name in row else f"{'-':>20}" for name in names
+        )
         print(f"{row['shape']:>16} {row['fp32']:9.3f}{cells}{row['of_peak']:9.0%}")
 
 
