@@ -4,9 +4,10 @@
     python benchmarks/nvfp4_quality.py sweep         time of every method on one matrix, against rtn's
     python benchmarks/nvfp4_quality.py gptq          time of GPTQ on all of MiniLM's layers, Hessians given
 
-``errors`` prints two tables. In the first, batches are padded to one length and padding counts as tokens, as it does
-where shapes are static; in the second, tokens of the texts alone count. Padding is one more direction in which inputs
-hardly vary, which is what the methods with a Hessian live on.
+``errors`` prints three tables. In the first, batches are padded to one length and padding counts as tokens, as it does
+where shapes are static; in the second, tokens of the texts alone count; in the third, the text that is measured is of
+another kind than the text that was calibrated on. What the methods with a Hessian gain depends on that: they live on
+directions in which inputs hardly vary. Padding is one; the habits of one kind of text are others.
 """
 
 from __future__ import annotations
@@ -62,9 +63,13 @@ def layer_errors(weight: Tensor, seen: Tensor, unseen: Tensor) -> dict[str, floa
 
 def print_errors(texts: int) -> None:
     model = minilm.load()
-    for padded, title in ((True, f"padded to {LENGTH} tokens"), (False, "tokens of the texts alone")):
+    for padded, measured, title in (
+        (True, minilm.measured_texts, f"padded to {LENGTH} tokens"),
+        (False, minilm.measured_texts, "tokens of the texts alone"),
+        (False, minilm.other_texts, "tokens alone, text of another kind"),
+    ):
         seen = inputs(model, minilm.calibration_texts(texts), padded)
-        unseen = inputs(model, minilm.measured_texts(texts // 4), padded)
+        unseen = inputs(model, measured(texts // 4), padded)
         print(f"\n{title}: calibrated on {len(seen[minilm.LAYERS[0]])}, measured on {len(unseen[minilm.LAYERS[0]])}")
         print(f"{'layer':40}" + "".join(f"{method:>18}" for method in METHODS))
         for name in minilm.LAYERS:

@@ -2,6 +2,7 @@
 on.
 
 The text is the docstrings of Python's standard library: every other one to calibrate on, those between to measure on.
+Those of PyTorch are text of another kind than was calibrated on.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import importlib.util
 import inspect
 import itertools
 import pathlib
-from typing import Any, Iterator
+from typing import Any, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,8 @@ STANDARD_LIBRARY = (
     "socket sqlite3 ssl statistics string subprocess tarfile tempfile textwrap threading timeit tokenize "
     "traceback typing unittest urllib.parse urllib.request uuid weakref zipfile"
 ).split()
+
+PYTORCH = ("torch", "torch.nn", "torch.nn.functional", "torch.optim", "torch.distributions", "torch.utils.data")
 
 
 def folder() -> pathlib.Path:
@@ -74,7 +77,11 @@ def measured_texts(count: int = 64) -> list[str]:
     return _spread(list(_docstrings(STANDARD_LIBRARY))[1::2], count)
 
 
-def _docstrings(modules: list[str]) -> Iterator[str]:
+def other_texts(count: int = 64) -> list[str]:
+    return _spread(list(_docstrings(PYTORCH)), count)
+
+
+def _docstrings(modules: Iterable[str]) -> Iterator[str]:
     """First paragraphs of what is in the modules, each once."""
     seen = set()
     for module in map(importlib.import_module, modules):
