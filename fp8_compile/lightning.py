@@ -1,7 +1,8 @@
-"""Lightning: compile the module as its users do, and attach with a callback.
+"""Lightning: compile the model in a module, or the module, as usual, and attach with a callback.
 
+    self.model.compile(backend="fp8")                                   in the module's __init__
     trainer = lightning.Trainer(..., callbacks=[fp8_compile.lightning.Fp8Callback(loss_scale="dynamic")])
-    trainer.fit(torch.compile(module, backend="fp8"), data)
+    trainer.fit(module, data)
 
 The callback's state goes into Lightning's checkpoints and comes back from them.
 """
