@@ -26,6 +26,7 @@ from fp8_compile.kernels.cpu import ahead_of_time
 
 from .calibration import Calibration
 from .export_pipelines import ExportJoint, ExportSplit, inference_rules
+from .export_program import rewritten, traced
 from .fast_paths import open_fast_paths
 from .linear_layers import unwrapped
 from .module_names import ModuleNames
@@ -41,14 +42,15 @@ log = logging.getLogger("fp8_compile")
 def export(
     model: nn.Module,
     args: Sequence[Any],
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | None = None,
     *,
     kwargs: Mapping[str, Any] | None = None,
     weights: str | None = None,
     calibration: Calibration | None = None,
     dynamic_shapes: Any = None,
+    format: str = "package",
     **options: Any,
-) -> Report:
+) -> Report | ExportedProgram:
     """Write a package that ``fp8_compile.load``, or libtorch's ``AOTIModelPackageLoader``, runs; a row a matmul.
 
     ``weights``: "nvfp4" or "fp8" packs a copy of the model first, with ``calibration`` and with ``options``, which are
@@ -57,7 +59,17 @@ def export(
     which of their sizes vary, as for ``torch.export.export``.
 
     The code is for this CPU and those that have its instructions. The file appears whole or not at all.
+
+    ``format="exported_program"`` writes and compiles nothing and returns the rewritten ``ExportedProgram``.
     """
+    if format not in ("package", "exported_program"):
+        raise ValueError(f"format={format!r} is unknown; expected 'package' or 'exported_program'")
+    if format == "exported_program":
+        if path is not None:
+            raise ValueError("format='exported_program' returns the program and writes nothing; leave path out")
+        return rewritten(traced(_packed(model, weights, calibration, options), args, kwargs, dynamic_shapes))
+    if path is None:
+        raise ValueError("export writes a package and needs a path for it, such as 'model.pt2'")
     path = pathlib.Path(path)
     if path.suffix != ".pt2":
         raise ValueError(f"path: expected a name that ends in .pt2, as torch's packages do, got {str(path)!r}")
@@ -81,15 +93,6 @@ def export(
     return report
 
 
-def traced(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None, dynamic_shapes: Any
-) -> ExportedProgram:
-    """``torch.export``'s graph of a call."""
-    args = tuple(args) if isinstance(args, (tuple, list)) else (args,)
-    with torch.no_grad():
-        return torch.export.export(model, args, dict(kwargs or {}), dynamic_shapes=dynamic_shapes)
-
-
 def _packed(
     model: nn.Module, weights: str | None, calibration: Calibration | None, options: dict[str, Any]
 ) -> nn.Module:
@@ -103,6 +106,11 @@ def _packed(
         return root
     if weights not in FORMATS:
         raise ValueError(f"weights={weights!r} is unknown; expected None or one of: {', '.join(FORMATS)}")
+    if weights == "fp8" and calibration is not None:
+        raise ValueError(
+            "weights='fp8' keeps activations in the model's precision: scales for them from a calibration are not "
+            "supported by export yet; leave calibration out"
+        )
     twin = copy.deepcopy(root)
     pack(twin, weights, calibration=calibration, **{"progress": False, **options})
     return twin

@@ -214,6 +214,9 @@ def test_what_can_not_be_exported_is_refused(tmp_path: pathlib.Path) -> None:
     for wrong, message in (
         ({"weights": "int3"}, "weights='int3' is unknown; expected None or one of: nvfp4, fp8"),
         ({"method": "rtn"}, "method: for packing, but weights=None packs nothing"),
+        ({"weights": "fp8", "calibration": fp8_compile.Calibration()}, "scales for them from a calibration are not"),
+        ({"format": "onnx"}, "format='onnx' is unknown; expected 'package' or 'exported_program'"),
+        ({"format": "exported_program"}, "writes nothing; leave path out"),
         ({"weights": "nvfp4", "activations": "nvfp4"}, "0: NVFP4 with .* has no CPU kernel to export"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -223,3 +226,39 @@ def test_what_can_not_be_exported_is_refused(tmp_path: pathlib.Path) -> None:
     with pytest.raises(ValueError, match="training mode.*model.eval"):
         fp8_compile.export(model.train(), (x,), tmp_path / "model.pt2")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_fp8_weights_are_a_byte_each_and_compute_what_the_compiled_model_does(tmp_path: pathlib.Path) -> None:
+    model = nn.Sequential(nn.Linear(192, 256), nn.ReLU(), nn.Linear(256, 128)).eval().to(torch.bfloat16)
+    x, path = torch.randn(4, 192, dtype=torch.bfloat16), tmp_path / "model.pt2"
+    report = fp8_compile.export(model, (x,), path, weights="fp8", dynamic_shapes=({0: Dim("rows")},))
+    assert [row.formats for row in report.rows] == [("bfloat16", "e4m3")] * 2
+    fp8_compile.pack(model, "fp8", progress=False)
+    compiled, loaded = torch.compile(model, backend="fp8", dynamic=True), fp8_compile.load(path)
+    with torch.no_grad():
+        for rows in (1, 5):
+            x = torch.randn(rows, 192, dtype=torch.bfloat16)
+            assert torch.equal(loaded(x), compiled(x))
+    with zipfile.ZipFile(path) as archive:
+        parts = [archive.read(name) for name in archive.namelist()]
+    codes = model[0].codes.view(torch.uint8).numpy().tobytes()
+    assert sum(part.count(codes) for part in parts) == 1
+
+
+@pytest.mark.parametrize("weights", ["nvfp4", "fp8"])
+def test_the_exported_program_is_sound_and_survives_saving(weights: str, tmp_path: pathlib.Path) -> None:
+    model, scale = Attention().eval(), torch.rand(64)
+    sizes = {"x": {0: Dim("batch"), 1: Dim("tokens", max=64)}, "double": None, "scale": None}
+    given = (torch.randn(2, 5, 64), True)
+    program = fp8_compile.export(
+        model, given, kwargs={"scale": scale}, weights=weights, dynamic_shapes=sizes, format="exported_program"
+    )
+    ours = [str(node.target) for node in program.graph.nodes if "fp8_compile" in str(node.target)]
+    assert ours == [f"fp8_compile.{'nvfp4' if weights == 'nvfp4' else 'fp8'}_mm.default"] * 4
+    torch.export.save(program, tmp_path / "program.pt2")
+    again = torch.export.load(tmp_path / "program.pt2").run_decompositions()
+    fp8_compile.pack(model, weights, progress=False)
+    x = torch.randn(3, 6, 64)
+    with torch.no_grad():
+        got, wanted = again.module()(x, True, scale=scale), model(x, True, scale=scale)
+    torch.testing.assert_close(got, wanted)
