@@ -40,7 +40,8 @@ batches = load_file(sys.argv[2])
 names = ("input_ids", "attention_mask")
 results = {str(n): model(*(batches[f"{name}.{n}"] for name in names)) for n in range(len(batches) // 2)}
 save_file(results, sys.argv[3])
-print(json.dumps({"seconds": seconds, "modules": [name for name in sys.modules if name.startswith("transformers.models")]}))
+modules = [name for name in sys.modules if name.startswith("transformers.models")]
+print(json.dumps({"seconds": seconds, "modules": modules}))
 """
 
 
@@ -95,7 +96,8 @@ def main() -> None:
     packed = copy.deepcopy(model)
     summary = fp8_compile.pack(packed, arguments.weights, progress=False).summary()
     full = sum(value.nbytes for value in model.state_dict().values())
-    print(f"{summary}\nthe package: {arguments.output.stat().st_size / 1e6:.1f} MB, the FP32 model: {full / 1e6:.1f} MB")
+    size = arguments.output.stat().st_size
+    print(f"{summary}\nthe package: {size / 1e6:.1f} MB, the FP32 model: {full / 1e6:.1f} MB")
 
     batches = [examples, *inputs(minilm.measured_texts())]
     got, fresh = in_fresh_process(arguments.output, batches)
