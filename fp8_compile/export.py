@@ -25,7 +25,7 @@ from torch.export.pt2_archive._package import package_pt2
 from fp8_compile.kernels.cpu import ahead_of_time
 
 from .calibration import Calibration
-from .export_pipelines import ExportJoint, ExportSplit, inference_rules
+from .export_pipelines import ExportJoint, inference_rules
 from .export_program import rewritten, traced
 from .fast_paths import open_fast_paths
 from .linear_layers import unwrapped
@@ -34,6 +34,7 @@ from .pack import FORMATS, pack
 from .package_inputs import PLAIN, describe
 from .package_manifest import FILE, Manifest, here
 from .packed_linear import NVFP4Linear
+from .passes.pipeline import SplitPipeline
 from .report import Report
 
 log = logging.getLogger("fp8_compile")
@@ -67,7 +68,8 @@ def export(
     if format == "exported_program":
         if path is not None:
             raise ValueError("format='exported_program' returns the program and writes nothing; leave path out")
-        return rewritten(traced(_packed(model, weights, calibration, options), args, kwargs, dynamic_shapes))
+        packed = _packed(model, weights, calibration, options)
+        return rewritten(traced(packed, args, kwargs, dynamic_shapes))
     if path is None:
         raise ValueError("export writes a package and needs a path for it, such as 'model.pt2'")
     path = pathlib.Path(path)
@@ -99,6 +101,9 @@ def _packed(
     root = unwrapped(model)
     if not isinstance(root, nn.Module):
         raise TypeError(f"export expects a module, got {type(model).__name__}")
+    training = next((name or "the model" for name, module in root.named_modules() if module.training), None)
+    if training:
+        raise ValueError(f"{training} is in training mode, where dropout drops; call model.eval() before export")
     if weights is None:
         given = [*options, *(["calibration"] if calibration is not None else [])]
         if given:
@@ -117,8 +122,6 @@ def _packed(
 
 
 def _check_model(model: nn.Module) -> None:
-    if model.training:
-        raise ValueError("the model is in training mode, where dropout drops; call model.eval() before export")
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.device.type != "cpu":
             raise ValueError(f"{name} is on {tensor.device}; export is for CPUs so far: move the model with .cpu()")
@@ -136,7 +139,8 @@ def _compiled(program: ExportedProgram, model: nn.Module) -> tuple[list[Any], Re
     assert isinstance(gm, fx.GraphModule)
     open_fast_paths(gm)
     names = ModuleNames({}, [], [name for name, _ in model.named_modules()])
-    joint, split = ExportJoint(inference_rules(), names), ExportSplit(inference_rules(), names)
+    rules = inference_rules()
+    joint, split = ExportJoint(rules, names), SplitPipeline(rules, "export")
     library = ahead_of_time.linkable()
     configs = {
         "aot_inductor.package": True,
@@ -148,11 +152,6 @@ def _compiled(program: ExportedProgram, model: nn.Module) -> tuple[list[Any], Re
     args, kwargs = program.example_inputs  # type: ignore[misc]
     with torch.no_grad(), _library_path(library.parent):
         files = aot_compile(gm, args, kwargs, options=configs)
-    if split.left:
-        raise ValueError(
-            f"{'; '.join(split.left)}: a packed weight is read by something other than a matrix product, for which "
-            f"there is no code without Python; exclude the layer from packing"
-        )
     assert isinstance(files, list)
     return files, Report(tuple(joint.rows), "packed", "cpu", cache="off")
 

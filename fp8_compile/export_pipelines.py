@@ -15,39 +15,35 @@ from .config import Config
 from .module_names import ModuleNames, Selection
 from .passes.decide import Rules
 from .passes.open_fp8_products import OpenFp8Products
-from .passes.pipeline import JointPipeline, SplitPipeline
+from .passes.pipeline import JointPipeline
 from .target import Target
 
 
-class _Kept:
-    """``compile_fx_aot`` copies its options deeply: what a copied pass records would be lost."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return self
-
-
-class ExportJoint(_Kept, JointPipeline):
-    """The joint pipeline, with FP8 products opened."""
+class ExportJoint(JointPipeline):
+    """The joint pipeline, with FP8 products opened; an operation of ours that would need Python is an error."""
 
     def __init__(self, rules: Rules, names: ModuleNames) -> None:
         super().__init__(rules, names, "export", strict=False)
+        self.names = names
         self.passes.append(OpenFp8Products())
 
-
-class ExportSplit(_Kept, SplitPipeline):
-    """The split pipeline; ``left`` says which operations of ours have no code without Python."""
-
-    def __init__(self, rules: Rules, names: ModuleNames) -> None:
-        super().__init__(rules, "export")
-        self.names = names
-        self.left: list[str] = []
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExportJoint:
+        """``compile_fx_aot`` copies its options deeply: what a copied pass records would be lost."""
+        return self
 
     def __call__(self, graph: fx.Graph) -> None:
         super().__call__(graph)
-        for node in graph.nodes:
-            if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "fp8_compile":
-                if node.target not in SHIMS:
-                    self.left.append(f"{self.names.module_of(node) or '(root)'}: {node.target._schema.name}")
+        left = [node for node in graph.nodes if _is_ours(node) and node.target not in SHIMS]
+        if left:
+            where = "; ".join(f"{self.names.module_of(node) or '(root)'}: {node.target._schema.name}" for node in left)
+            raise ValueError(
+                f"{where}: a packed weight is read by something other than a matrix product, for which there is no "
+                "code without Python; exclude the layer from packing"
+            )
+
+
+def _is_ours(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "fp8_compile"
 
 
 def inference_rules() -> Rules:

@@ -262,3 +262,33 @@ def test_the_exported_program_is_sound_and_survives_saving(weights: str, tmp_pat
     with torch.no_grad():
         got, wanted = again.module()(x, True, scale=scale), model(x, True, scale=scale)
     torch.testing.assert_close(got, wanted)
+
+
+def test_a_packed_weight_that_is_read_by_hand_is_refused_with_its_layers_name(tmp_path: pathlib.Path) -> None:
+    class ByHand(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(32, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.up(x) + self.up.weight.sum(0)
+
+    with pytest.raises(ValueError, match="nvfp4_dequantize: a packed weight is read by something other.*exclude"):
+        fp8_compile.export(ByHand().eval(), (torch.zeros(2, 32),), tmp_path / "model.pt2", weights="nvfp4")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_write_that_fails_leaves_what_was_there(
+    exported: Exported, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, path = sys.modules["fp8_compile.export"], tmp_path / "model.pt2"
+
+    def fail(path: str, **_: Any) -> None:
+        pathlib.Path(path).write_bytes(b"half of it")
+        raise OSError("disk full")
+
+    path.write_bytes(b"before")
+    monkeypatch.setattr(module, "package_pt2", fail)
+    with pytest.raises(OSError, match="disk full"):
+        module._write(path, [], fp8_compile.load(exported.path).manifest)
+    assert path.read_bytes() == b"before" and list(tmp_path.iterdir()) == [path]
