@@ -11,8 +11,10 @@ from .calibration import Calibration  # noqa: E402
 from .checkpoint import load_checkpoint, save_checkpoint  # noqa: E402
 from .config import Config  # noqa: E402
 from .explain import explain  # noqa: E402
+from .export import export  # noqa: E402
 from .kernels.nvfp4.quantize import quantize_nvfp4  # noqa: E402
 from .kernels.nvfp4.weight import NVFP4Weight  # noqa: E402
+from .load import LoadedModel, load  # noqa: E402
 from .loss_scaler import LossScaler  # noqa: E402
 from .master_weights import MasterWeights  # noqa: E402
 from .pack import pack  # noqa: E402
@@ -27,6 +29,7 @@ __all__ = [
     "Backend",
     "Calibration",
     "Config",
+    "LoadedModel",
     "LossScaler",
     "MasterWeights",
     "NVFP4Weight",
@@ -39,6 +42,8 @@ __all__ = [
     "attach",
     "calibrate",
     "explain",
+    "export",
+    "load",
     "load_checkpoint",
     "pack",
     "pack_folder",

@@ -98,11 +98,10 @@ class NVFP4Linear(PackedLinear):
         return NVFP4Weight(codes, block_scales, self.global_scale, self.in_features)
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self._dequantized(x.dtype)
-        if self.activations is None:
-            return F.linear(x, weight, self.bias)
-        rows = ops.round_activations_op(x.reshape(-1, self.in_features), self.activations)
-        return F.linear(rows, weight, self.bias).view(*x.shape[:-1], self.out_features)
+        rows = x.reshape(-1, self.in_features)  # of a view of three dimensions F.linear would make a batched product
+        if self.activations is not None:
+            rows = ops.round_activations_op(rows, self.activations)
+        return F.linear(rows, self._dequantized(x.dtype), self.bias).view(*x.shape[:-1], self.out_features)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         return self._dequantized(dtype)
@@ -158,7 +157,8 @@ class FP8Linear(PackedLinear):
         layer._become(codes.shape[1], codes.shape[0], dtype, {"codes": codes, "scales": scales})
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.dequantize(x.dtype), self.bias)
+        rows = x.reshape(-1, self.in_features)
+        return F.linear(rows, self.dequantize(x.dtype), self.bias).view(*x.shape[:-1], self.out_features)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         return fp8_weight.dequantize_op(self.codes, self.scales, dtype)

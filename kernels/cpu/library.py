@@ -55,6 +55,7 @@ def library() -> ctypes.CDLL | None:
         loaded = load(compiler, isa)
         if loaded.fp8_probe():
             log.debug("CPU kernels use %s", isa.name)
+            loaded.isa = isa
             return loaded
         log.debug("this machine claims %s, but its instructions do not work here", isa.name)
     raise RuntimeError(
@@ -63,15 +64,25 @@ def library() -> ctypes.CDLL | None:
     )
 
 
+def working_isa() -> Isa | None:
+    """The instruction set that ``library()`` was compiled for."""
+    found = library()
+    return None if found is None else found.isa
+
+
 def load(compiler: str, isa: Isa) -> ctypes.CDLL:
     """The kernels compiled for an instruction set."""
     return _declared(ctypes.CDLL(str(_built(compiler, isa))))
 
 
+def source_texts() -> list[tuple[str, bytes]]:
+    """Every C++ file of ours: compiled code is kept under a hash of them."""
+    return [(file.name, file.read_bytes()) for file in sorted(FOLDER.iterdir()) if file.suffix in (".cpp", ".h")]
+
+
 def _built(compiler: str, isa: Isa) -> pathlib.Path:
     """Where the compiled library lies. Several processes may compile at once: each moves a whole file into place."""
-    texts = [(file.name, file.read_bytes()) for file in sorted(FOLDER.iterdir()) if file.suffix in (".cpp", ".h")]
-    key = hashlib.sha256(repr((texts, FLAGS, SOURCES, isa.flags, compiler)).encode()).hexdigest()[:32]
+    key = hashlib.sha256(repr((source_texts(), FLAGS, SOURCES, isa.flags, compiler)).encode()).hexdigest()[:32]
     folder = pathlib.Path(cache_dir()) / "fp8_compile"
     path = folder / f"kernels_{isa.name}_{key}.so"
     if path.exists():
@@ -97,11 +108,11 @@ def _compile(compiler: str, isa: Isa, folder: pathlib.Path) -> None:
         [compiler, *FLAGS, *isa.flags, *flags, "-c", str(FOLDER / source), "-o", objects[source]]
         for source, flags in SOURCES.items()
     ]
-    _run(commands)
-    _run([[compiler, "-shared", "-fopenmp", *objects.values(), "-o", str(folder / "kernels.so")]])
+    run_compiler(commands)
+    run_compiler([[compiler, "-shared", "-fopenmp", *objects.values(), "-o", str(folder / "kernels.so")]])
 
 
-def _run(commands: list[list[str]]) -> None:
+def run_compiler(commands: list[list[str]]) -> None:
     running = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
     errors = [process.communicate()[1] for process in running]
     for command, process, error in zip(commands, running, errors):

@@ -1,0 +1,107 @@
+"""A Llama's packages against the compiled model and against the bf16 package, side by side in one run.
+
+    python benchmarks/export_cpu.py [--folder packages] [--threads 2]
+
+One token at a time through four layers of width 1024 (batch 1, no cache), then 64 tokens. Packages are made once and
+kept in the folder. Times are medians of rounds that take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import pathlib
+import statistics
+import time
+from typing import Any, Callable
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+
+import fp8_compile
+
+ROUNDS, CALLS = 7, 5
+
+
+class Logits(nn.Module):
+    """Token ids [B, T] -> logits [B, T, V]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        config = LlamaConfig(
+            vocab_size=4096,
+            hidden_size=1024,
+            intermediate_size=2816,
+            num_hidden_layers=4,
+            num_attention_heads=16,
+            num_key_value_heads=8,
+            max_position_embeddings=512,
+        )
+        self.model = LlamaForCausalLM(config)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.model(input_ids=tokens, use_cache=False).logits
+
+
+def packages(model: nn.Module, folder: pathlib.Path) -> dict[str, Callable[..., Any]]:
+    """Loaded packages by name; made where the folder does not have them."""
+    example = (torch.randint(4096, (2, 16)),)
+    sizes = ({0: Dim("batch", max=64), 1: Dim("tokens", max=512)},)
+    wanted = {
+        "bf16 package": {},
+        "NVFP4 package": {"weights": "nvfp4", "method": "rtn"},
+        "NVFP4 package, int8 inputs": {"weights": "nvfp4", "method": "rtn", "activations": "int8"},
+        "FP8 package": {"weights": "fp8"},
+    }
+    loaded = {}
+    for number, (name, options) in enumerate(wanted.items()):
+        path = folder / f"package_{number}.pt2"
+        if not path.exists():
+            fp8_compile.export(model, example, path, dynamic_shapes=sizes, **options)
+        start = time.perf_counter()
+        loaded[name] = fp8_compile.load(path)
+        print(f"{name}: {path.stat().st_size / 1e6:.1f} MB, loaded in {time.perf_counter() - start:.3f} s", flush=True)
+    return loaded
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--folder", type=pathlib.Path, default=pathlib.Path("packages"))
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    torch.manual_seed(0)
+    model = Logits().eval().to(torch.bfloat16)
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    runs = packages(model, arguments.folder)
+    for name, activations in (("NVFP4 compiled", None), ("NVFP4 compiled, int8 inputs", "int8")):
+        packed = copy.deepcopy(model)
+        fp8_compile.pack(packed, method="rtn", activations=activations, progress=False)
+        # The head is not packed, so that a package has it in bf16: so does the compiled model then.
+        runs[name] = torch.compile(packed, backend="fp8", dynamic=True)
+    with torch.no_grad():
+        for tokens in (1, 64):
+            x = torch.randint(4096, (1, tokens))
+            results = {name: run(x) for name, run in runs.items()}
+            for kind in ("", ", int8 inputs"):
+                same = torch.equal(results[f"NVFP4 package{kind}"], results[f"NVFP4 compiled{kind}"])
+                # torch.compile makes code of its own for one token, with other roundings to bf16 in between.
+                print(f"{tokens} tokens{kind}: package equal to the compiled model: {same}")
+            times: dict[str, list[float]] = {name: [] for name in runs}
+            for _ in range(ROUNDS):
+                for name, run in runs.items():
+                    start = time.perf_counter()
+                    for _ in range(CALLS):
+                        run(x)
+                    times[name].append((time.perf_counter() - start) / CALLS)
+            base = statistics.median(times["bf16 package"])
+            for name, taken in times.items():
+                median = statistics.median(taken)
+                print(f"{tokens:3} tokens  {name:30} {median * 1e3:8.2f} ms  {base / median:5.2f}x", flush=True)
+
+
+if __name__ == "__main__":
+    main()

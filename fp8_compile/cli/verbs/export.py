@@ -1,0 +1,72 @@
+"""Export a model ahead of time: a package that runs without Python, without a compiler, from packed weights.
+
+    fp8-compile export serve:make_model model.pt2                               NVFP4 weights
+    fp8-compile export serve:make_model model.pt2 --weights fp8 --dynamic x:0,1  sizes 0 and 1 of input x may vary
+
+MODULE:FACTORY is imported from the current folder. FACTORY() returns (model, args) or (model, args, kwargs).
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import re
+from pathlib import Path
+from typing import Any, Sequence
+
+from ..terminal import say
+
+HELP = "export a model to a package that runs without Python"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODULE:FACTORY", help="where the model comes from")
+    parser.add_argument("output", type=Path, metavar="FILE.pt2", help="the package to write")
+    parser.add_argument("--weights", choices=("nvfp4", "fp8", "none"), default="nvfp4", help="default nvfp4")
+    parser.add_argument("--method", help="how NVFP4 scales are chosen (default sweep; rtn is fastest)")
+    parser.add_argument("--activations", choices=("int8",), help="round inputs too, for the fastest kernels")
+    parser.add_argument("--include", action="append", metavar="GLOB", help="layers to pack; repeat it")
+    parser.add_argument("--exclude", action="append", metavar="GLOB", help="layers to leave alone; repeat it")
+    parser.add_argument(
+        "--dynamic", action="append", default=[], metavar="NAME:DIMS", help="dimensions of an input that vary: x:0,1"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    import fp8_compile
+
+    from ..model_source import load_factory
+
+    model, args, kwargs = load_factory(options.model)
+    if not args and not kwargs:
+        raise ValueError(f"{options.model} gives a model but no inputs; return (model, args) from it")
+    chosen = {name: getattr(options, name) for name in ("method", "activations", "include", "exclude")}
+    report = fp8_compile.export(
+        model.eval(),
+        args,
+        options.output,
+        kwargs=kwargs,
+        weights=None if options.weights == "none" else options.weights,
+        dynamic_shapes=_dynamic_shapes(model, args, kwargs, options.dynamic),
+        **{name: value for name, value in chosen.items() if value},
+    )
+    say(str(report))
+    say(f"{options.output}: {options.output.stat().st_size / 1e6:,.1f} MB")
+    return 0
+
+
+def _dynamic_shapes(model: Any, args: Sequence[Any], kwargs: dict[str, Any], given: list[str]) -> Any:
+    """``["x:0,1"]`` as ``torch.export`` wants it: a dict of every argument."""
+    if not given:
+        return None
+    from torch.export import Dim
+
+    bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+    shapes: dict[str, Any] = dict.fromkeys(bound)
+    for text in given:
+        match = re.fullmatch(r"(\w+):(\d+(?:,\d+)*)", text)
+        if not match or match[1] not in bound:
+            example, names = f"{next(iter(bound))}:0,1", ", ".join(bound)
+            raise ValueError(f"--dynamic {text!r}: expected NAME:DIMS such as {example}, for one of the inputs {names}")
+        shapes[match[1]] = {int(dim): Dim.DYNAMIC for dim in match[2].split(",")}
+    return shapes

@@ -1,0 +1,192 @@
+"""Export a model ahead of time: ``fp8_compile.export(model, args, "model.pt2", weights="nvfp4")``.
+
+    model -> pack a copy -> torch.export -> our passes in AOTInductor -> one .pt2 with a manifest
+
+The package holds packed weights and native code: Inductor's, and the kernels of ``kernels/cpu`` linked into it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import os
+import pathlib
+import shutil
+import tempfile
+from typing import Any, Iterator, Mapping, Sequence
+
+import torch
+from torch import fx, nn
+from torch._inductor import aot_compile
+from torch.export import ExportedProgram
+from torch.export.pt2_archive._package import package_pt2
+
+from fp8_compile.kernels.cpu import ahead_of_time
+
+from .calibration import Calibration
+from .export_pipelines import ExportJoint, inference_rules
+from .export_program import rewritten, traced
+from .fast_paths import open_fast_paths
+from .linear_layers import unwrapped
+from .module_names import ModuleNames
+from .pack import FORMATS, pack
+from .package_inputs import PLAIN, describe
+from .package_manifest import FILE, Manifest, here
+from .packed_linear import NVFP4Linear
+from .passes.pipeline import SplitPipeline
+from .report import Report
+
+log = logging.getLogger("fp8_compile")
+
+
+def export(
+    model: nn.Module,
+    args: Sequence[Any],
+    path: str | os.PathLike[str] | None = None,
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    weights: str | None = None,
+    calibration: Calibration | None = None,
+    dynamic_shapes: Any = None,
+    format: str = "package",
+    **options: Any,
+) -> Report | ExportedProgram:
+    """Write a package that ``fp8_compile.load``, or libtorch's ``AOTIModelPackageLoader``, runs; a row a matmul.
+
+    ``weights``: "nvfp4" or "fp8" packs a copy of the model first, with ``calibration`` and with ``options``, which are
+    ``pack``'s; None takes the model as it is, packed or not. Products with packed weights run from the packed form,
+    all others in the model's own precision. ``args`` and ``kwargs`` are an example of a call; ``dynamic_shapes`` says
+    which of their sizes vary, as for ``torch.export.export``.
+
+    The code is for this CPU and those that have its instructions. The file appears whole or not at all.
+
+    ``format="exported_program"`` writes and compiles nothing and returns the rewritten ``ExportedProgram``.
+    """
+    if format not in ("package", "exported_program"):
+        raise ValueError(f"format={format!r} is unknown; expected 'package' or 'exported_program'")
+    if format == "exported_program":
+        if path is not None:
+            raise ValueError("format='exported_program' returns the program and writes nothing; leave path out")
+        packed = _packed(model, weights, calibration, options)
+        return rewritten(traced(packed, args, kwargs, dynamic_shapes))
+    if path is None:
+        raise ValueError("export writes a package and needs a path for it, such as 'model.pt2'")
+    path = pathlib.Path(path)
+    if path.suffix != ".pt2":
+        raise ValueError(f"path: expected a name that ends in .pt2, as torch's packages do, got {str(path)!r}")
+    packed = _packed(model, weights, calibration, options)
+    _check_model(packed)
+    program = traced(packed, args, kwargs, dynamic_shapes)
+    described = describe(program)
+    files, report = _compiled(program, packed)
+    manifest = Manifest(
+        **here(),
+        cpu_features=tuple(ahead_of_time.needed_features()),
+        weights=weights,
+        options={name: value if isinstance(value, PLAIN) else repr(value) for name, value in options.items()},
+        report=report,
+        inputs=tuple(described["inputs"]),
+        ranges=described["ranges"],
+        calibration=_summary(calibration),
+    )
+    _write(path, files, manifest)
+    log.info("exported to %s: %s", path, report.summary())
+    return report
+
+
+def _packed(
+    model: nn.Module, weights: str | None, calibration: Calibration | None, options: dict[str, Any]
+) -> nn.Module:
+    root = unwrapped(model)
+    if not isinstance(root, nn.Module):
+        raise TypeError(f"export expects a module, got {type(model).__name__}")
+    training = next((name or "the model" for name, module in root.named_modules() if module.training), None)
+    if training:
+        raise ValueError(f"{training} is in training mode, where dropout drops; call model.eval() before export")
+    if weights is None:
+        given = [*options, *(["calibration"] if calibration is not None else [])]
+        if given:
+            raise ValueError(f"{', '.join(given)}: for packing, but weights=None packs nothing; say weights='nvfp4'")
+        return root
+    if weights not in FORMATS:
+        raise ValueError(f"weights={weights!r} is unknown; expected None or one of: {', '.join(FORMATS)}")
+    if weights == "fp8" and calibration is not None:
+        raise ValueError(
+            "weights='fp8' keeps activations in the model's precision: scales for them from a calibration are not "
+            "supported by export yet; leave calibration out"
+        )
+    twin = copy.deepcopy(root)
+    pack(twin, weights, calibration=calibration, **{"progress": False, **options})
+    return twin
+
+
+def _check_model(model: nn.Module) -> None:
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.device.type != "cpu":
+            raise ValueError(f"{name} is on {tensor.device}; export is for CPUs so far: move the model with .cpu()")
+    for name, layer in model.named_modules():
+        if isinstance(layer, NVFP4Linear) and layer.layout != "interleaved":
+            raise ValueError(
+                f"{name}: NVFP4 with block_size={layer.block_size} and activations={layer.activations!r} has no CPU "
+                "kernel to export; pack it with block_size=16 and activations=None or 'int8'"
+            )
+
+
+def _compiled(program: ExportedProgram, model: nn.Module) -> tuple[list[Any], Report]:
+    """The files that AOTInductor makes of a program, and what our passes did."""
+    gm = program.module(check_guards=False)
+    assert isinstance(gm, fx.GraphModule)
+    open_fast_paths(gm)
+    names = ModuleNames({}, [], [name for name, _ in model.named_modules()])
+    rules = inference_rules()
+    joint, split = ExportJoint(rules, names), SplitPipeline(rules, "export")
+    library = ahead_of_time.linkable()
+    configs = {
+        "aot_inductor.package": True,
+        "aot_inductor.custom_ops_to_c_shims": ahead_of_time.SHIMS,
+        "aot_inductor.custom_op_libs": [library.name.removeprefix("lib").removesuffix(".a")],
+        "joint_custom_pre_pass": [joint],
+        "post_grad_custom_pre_pass": [split],
+    }
+    args, kwargs = program.example_inputs  # type: ignore[misc]
+    with torch.no_grad(), _library_path(library.parent):
+        files = aot_compile(gm, args, kwargs, options=configs)
+    assert isinstance(files, list)
+    return files, Report(tuple(joint.rows), "packed", "cpu", cache="off")
+
+
+@contextlib.contextmanager
+def _library_path(folder: pathlib.Path) -> Iterator[None]:
+    """Let the compiler find libraries in a folder; Inductor has no option for that."""
+    before = os.environ.get("LIBRARY_PATH")
+    os.environ["LIBRARY_PATH"] = os.pathsep.join([str(folder), *([before] if before else [])])
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["LIBRARY_PATH"]
+        else:
+            os.environ["LIBRARY_PATH"] = before
+
+
+def _write(path: pathlib.Path, files: list[Any], manifest: Manifest) -> None:
+    """Beside its name first, in a folder of its own: the archive's inner names come from the file's."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = pathlib.Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    try:
+        package_pt2(str(scratch / path.name), aoti_files=files, extra_files={FILE: manifest.to_json()})
+        os.replace(scratch / path.name, path)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _summary(calibration: Calibration | None) -> dict[str, Any] | None:
+    """Of each layer: how many rows it saw, and the largest."""
+    if calibration is None:
+        return None
+    return {
+        name: {"rows": calibration.tokens(name), "amax": float(calibration.amax(name))} for name in calibration.names
+    }
+
+

@@ -1,0 +1,52 @@
+"""The passes of an export: those of an inference graph, less what needs Python when it runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import fx
+
+from fp8_compile.kernels.cpu.ahead_of_time import SHIMS
+
+from .backend import make_rules
+from .config import Config
+from .module_names import ModuleNames, Selection
+from .passes.decide import Rules
+from .passes.open_fp8_products import OpenFp8Products
+from .passes.pipeline import JointPipeline
+from .target import Target
+
+
+class ExportJoint(JointPipeline):
+    """The joint pipeline, with FP8 products opened; an operation of ours that would need Python is an error."""
+
+    def __init__(self, rules: Rules, names: ModuleNames) -> None:
+        super().__init__(rules, names, "export", strict=False)
+        self.names = names
+        self.passes.append(OpenFp8Products())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExportJoint:
+        """``compile_fx_aot`` copies its options deeply: what a copied pass records would be lost."""
+        return self
+
+    def __call__(self, graph: fx.Graph) -> None:
+        super().__call__(graph)
+        left = [node for node in graph.nodes if _is_ours(node) and node.target not in SHIMS]
+        if left:
+            where = "; ".join(f"{self.names.module_of(node) or '(root)'}: {node.target._schema.name}" for node in left)
+            raise ValueError(
+                f"{where}: a packed weight is read by something other than a matrix product, for which there is no "
+                "code without Python; exclude the layer from packing"
+            )
+
+
+def _is_ours(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "fp8_compile"
+
+
+def inference_rules() -> Rules:
+    """Nothing is rewritten that is not packed."""
+    rules = make_rules(Config(recipe="tensorwise"), Target.parse("cpu"), Selection(("*",), ()))
+    return dataclasses.replace(rules, excluded=lambda module, weights=(): "not packed: in the model's own precision")

@@ -1,0 +1,75 @@
+"""The C++ kernels as something to link into a model that AOTInductor compiles.
+
+    SHIMS      operation -> the C declaration of what the generated code calls for it     aoti_shims.cpp
+    linkable() one relocatable file with the kernels of this CPU and the shims, hidden from everyone else
+
+A package that has them needs neither Python nor anything of ours where it runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pathlib
+import shutil
+import tempfile
+
+from torch._inductor.cpp_builder import get_cpp_compiler
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch.utils.cpp_extension import include_paths
+
+from fp8_compile.kernels.nvfp4.ops import mm_op
+
+from .isa import Isa, cpu_features
+from .library import FLAGS, FOLDER, SOURCES, run_compiler, source_texts, working_isa
+
+SHIMS = {
+    mm_op: [
+        "AOTITorchError aoti_torch_cpu_nvfp4_mm(AtenTensorHandle, AtenTensorHandle, AtenTensorHandle,"
+        " AtenTensorHandle, AtenTensorHandle*, const char**, const char*, AtenTensorHandle*)"
+    ],
+}
+SHIM_SOURCE = "aoti_shims.cpp"
+# Features that code for this very CPU may use: what -march=native, as Inductor has it, turns on.
+_INSTRUCTIONS = ("avx", "amx", "fma", "f16c", "bmi", "gfni", "vaes", "vpclmulqdq", "sse4", "popcnt", "movbe", "sha_ni")
+
+
+def linkable() -> pathlib.Path:
+    """``lib<name>.a`` for this CPU, in Inductor's cache folder; compiled on first use."""
+    isa = working_isa()
+    if isa is None:
+        raise ValueError("export needs a C++ compiler, and none was found: install g++, or set CXX to one")
+    compiler = get_cpp_compiler()
+    flags = (*FLAGS, "-fvisibility=hidden", *isa.flags)
+    key = hashlib.sha256(repr((source_texts(), flags, SOURCES, compiler, include_paths())).encode()).hexdigest()[:32]
+    folder = pathlib.Path(cache_dir()) / "fp8_compile"
+    path = folder / f"libfp8_compile_{isa.name}_{key}.a"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        scratch = pathlib.Path(tempfile.mkdtemp(dir=folder))
+        try:
+            _compile(compiler, flags, scratch)
+            os.replace(scratch / "all.o", path)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+    return path
+
+
+def needed_features(isa: Isa | None = None) -> list[str]:
+    """What a CPU must have to run code that was compiled on this one, as /proc/cpuinfo calls it."""
+    isa = isa or working_isa()
+    ours = isa.needs if isa else frozenset()
+    return sorted({*ours, *(name for name in cpu_features() if name.startswith(_INSTRUCTIONS))})
+
+
+def _compile(compiler: str, flags: tuple[str, ...], folder: pathlib.Path) -> None:
+    sources = {**SOURCES, SHIM_SOURCE: tuple(f"-isystem{include}" for include in include_paths())}
+    objects = {source: str(folder / f"{source}.o") for source in sources}
+    run_compiler(
+        [
+            [compiler, *flags, *more, "-c", str(FOLDER / source), "-o", objects[source]]
+            for source, more in sources.items()
+        ]
+    )
+    # One relocatable file, which every linker takes for a library by its name: no archiver is needed.
+    run_compiler([[compiler, "-r", "-nostdlib", *objects.values(), "-o", str(folder / "all.o")]])

@@ -1,0 +1,48 @@
+"""``fp8-compile export``: what it hands on, and mistakes. That packages work is ``test_export.py``'s."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.export import Dim
+
+import fp8_compile
+from fp8_compile.cli.command import MISTAKE, main
+from fp8_compile.report import Report
+
+FACTORY = """
+import torch
+def make():
+    return torch.nn.Linear(32, 16), (torch.zeros(4, 32),)
+"""
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Any, ...]]:
+    seen: list[tuple[Any, ...]] = []
+
+    def export(model: Any, args: Any, path: Path, **options: Any) -> Report:
+        seen.append((model.training, path.name, options))
+        path.write_bytes(bytes(2_000_000))
+        return Report((), "packed", "cpu")
+
+    (tmp_path / "made_for_export.py").write_text(FACTORY)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(fp8_compile, "export", export)
+    return seen
+
+
+def test_options_go_to_export(calls: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--dynamic", "input:0", "--exclude", "head", "--method", "rtn"]
+    assert main(["export", "made_for_export:make", "model.pt2", *words]) == 0
+    wanted = {"kwargs": {}, "weights": "nvfp4", "dynamic_shapes": {"input": {0: Dim.DYNAMIC}}}
+    assert calls == [(False, "model.pt2", {**wanted, "method": "rtn", "exclude": ["head"]})]
+    assert "model.pt2: 2.0 MB" in capsys.readouterr().out
+
+
+def test_an_unknown_input_is_a_mistake_that_names_those_there_are(calls: list[Any], capsys: Any) -> None:
+    assert main(["export", "made_for_export:make", "model.pt2", "--dynamic", "x:0"]) == MISTAKE
+    assert "expected NAME:DIMS such as input:0,1, for one of the inputs input" in capsys.readouterr().err
+    assert calls == []
