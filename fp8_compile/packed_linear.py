@@ -97,11 +97,11 @@ class NVFP4Linear(PackedLinear):
         codes, block_scales = ops.to_standard(self.codes, self.block_scales, self.layout)
         return NVFP4Weight(codes, block_scales, self.global_scale, self.in_features)
 
-    def forward(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, self.in_features)  # of a view of three dimensions F.linear would make a batched product
+    def forward(self, input: Tensor) -> Tensor:
+        rows = input.reshape(-1, self.in_features)  # of a view in 3D F.linear makes a batched product
         if self.activations is not None:
             rows = ops.round_activations_op(rows, self.activations)
-        return F.linear(rows, self._dequantized(x.dtype), self.bias).view(*x.shape[:-1], self.out_features)
+        return F.linear(rows, self._dequantized(input.dtype), self.bias).view(*input.shape[:-1], self.out_features)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         return self._dequantized(dtype)
@@ -156,9 +156,9 @@ class FP8Linear(PackedLinear):
         assert isinstance(layer, FP8Linear)
         layer._become(codes.shape[1], codes.shape[0], dtype, {"codes": codes, "scales": scales})
 
-    def forward(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, self.in_features)
-        return F.linear(rows, self.dequantize(x.dtype), self.bias).view(*x.shape[:-1], self.out_features)
+    def forward(self, input: Tensor) -> Tensor:
+        rows = input.reshape(-1, self.in_features)
+        return F.linear(rows, self.dequantize(input.dtype), self.bias).view(*input.shape[:-1], self.out_features)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         return fp8_weight.dequantize_op(self.codes, self.scales, dtype)
