@@ -14,18 +14,16 @@ from .backend import make_rules
 from .config import Config
 from .module_names import ModuleNames, Selection
 from .passes.decide import Rules
-from .passes.open_fp8_products import OpenFp8Products
 from .passes.pipeline import JointPipeline
 from .target import Target
 
 
 class ExportJoint(JointPipeline):
-    """The joint pipeline, with FP8 products opened; an operation of ours that would need Python is an error."""
+    """The joint pipeline; an operation of ours that would need Python is an error."""
 
     def __init__(self, rules: Rules, names: ModuleNames) -> None:
         super().__init__(rules, names, "export", strict=False)
         self.names = names
-        self.passes.append(OpenFp8Products())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExportJoint:
         """``compile_fx_aot`` copies its options deeply: what a copied pass records would be lost."""

@@ -33,11 +33,19 @@ def product(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Te
     return (y if bias is None else y + bias).to(x.dtype)
 
 
+def _multiply(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    if x.device.type == "cpu":
+        from .cpu import fp8_weight as on_cpu  # it compiles C++ on first use
+
+        return on_cpu.product(x, codes, scales, bias)
+    return product(x, codes, scales, bias)
+
+
 _library = torch.library.Library("fp8_compile", "FRAGMENT")
 _library.define("fp8_dequantize(Tensor codes, Tensor scales, ScalarType dtype) -> Tensor")
 _library.impl("fp8_dequantize", dequantize, "CompositeExplicitAutograd")
 _library.define("fp8_mm(Tensor x, Tensor codes, Tensor scales, Tensor? bias) -> Tensor")
-_library.impl("fp8_mm", product, "CompositeExplicitAutograd")
+_library.impl("fp8_mm", _multiply, "CompositeExplicitAutograd")
 torch.library.register_fake(
     "fp8_compile::fp8_dequantize", lambda codes, scales, dtype: codes.new_empty(codes.shape, dtype=dtype), lib=_library
 )

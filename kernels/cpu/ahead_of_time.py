@@ -18,6 +18,7 @@ from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.utils.cpp_extension import include_paths
 
+from fp8_compile.kernels import fp8_weight
 from fp8_compile.kernels.nvfp4.ops import mm_op
 
 from .isa import Isa, cpu_features
@@ -27,6 +28,10 @@ SHIMS = {
     mm_op: [
         "AOTITorchError aoti_torch_cpu_nvfp4_mm(AtenTensorHandle, AtenTensorHandle, AtenTensorHandle,"
         " AtenTensorHandle, AtenTensorHandle*, const char**, const char*, AtenTensorHandle*)"
+    ],
+    fp8_weight.mm_op: [
+        "AOTITorchError aoti_torch_cpu_fp8_mm(AtenTensorHandle, AtenTensorHandle, AtenTensorHandle,"
+        " AtenTensorHandle*, AtenTensorHandle*)"
     ],
 }
 SHIM_SOURCE = "aoti_shims.cpp"

@@ -1,6 +1,6 @@
 // The operations of kernels/cpu as AOTInductor's generated C++ calls them: torch's stable C interface, no Python.
 //
-// Each does what its Python namesake does (nvfp4.py: matmul), checks included; what it can't do was refused by export.
+// Each does what its Python namesake does (nvfp4.py: matmul, fp8_weight.py: product), checks included; what it can't do was refused by export.
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/c/shim.h>
 
@@ -9,16 +9,21 @@
 #include <iostream>
 #include <vector>
 
+#include "fp8_formats.h"
+
 extern "C" {
 int fp8_probe();
 void nvfp4_matmul(const void* x, int64_t m, int64_t k, int64_t stride, int dtype, const void* codes, const void* scales,
                   int64_t n, int64_t padded_k, float global_scale, const void* bias, int bias_dtype, int arithmetic,
                   void* y, int threads);
+void fp8_weight_mm(const void* x, int64_t m, int64_t k, int64_t stride, int dtype, const uint8_t* codes,
+                   const float* scales, int64_t n, const float* bias, void* y, int threads);
 }
 
 namespace {
 
 constexpr int64_t NVFP4_LEAST_PARALLEL = 1 << 16;  // nvfp4.py: LEAST_PARALLEL
+constexpr int64_t FP8_LEAST_PARALLEL = 1 << 17;    // fp8_weight.py: LEAST_PARALLEL
 
 // A tensor of one or two dimensions, read once.
 struct Matrix {
@@ -59,6 +64,24 @@ std::vector<char> rows_of(const Matrix& x) {
   return copy;
 }
 
+// A copy of x where its rows are not contiguous; x then reads the copy.
+std::vector<char> with_contiguous_rows(Matrix& x) {
+  std::vector<char> copy;
+  if (x.sizes[1] > 1 && x.strides[1] != 1) {
+    copy = x.code() == 0 ? rows_of<uint32_t>(x) : rows_of<uint16_t>(x);
+    x.data = copy.data(), x.strides[0] = x.sizes[1];
+  }
+  return copy;
+}
+
+// [M, n] like x, and where it lies.
+void* new_result(const Matrix& x, int64_t n, AtenTensorHandle* result) {
+  const int64_t sizes[] = {x.sizes[0], n}, strides[] = {n, 1};
+  void* y = nullptr;
+  if (aoti_torch_empty_strided(2, sizes, strides, x.dtype, x.device_type, x.device_index, result)) return nullptr;
+  return aoti_torch_get_data_ptr(*result, &y) ? nullptr : y;
+}
+
 int64_t torch_threads() {
   uint32_t threads = 1;
   return torch_get_num_threads(&threads) ? 1 : threads;
@@ -86,18 +109,43 @@ extern "C" __attribute__((visibility("default"))) AOTITorchError aoti_torch_cpu_
       return refuse("nvfp4_mm got a bias that its CPU kernel does not take");
     bias = read.data, bias_dtype = read.code();
   }
-  std::vector<char> copy;
-  if (k > 1 && x.strides[1] != 1) {
-    copy = x.code() == 0 ? rows_of<uint32_t>(x) : rows_of<uint16_t>(x);
-    x.data = copy.data(), x.strides[0] = k;
-  }
-  const int64_t sizes[] = {m, n}, strides[] = {n, 1};
-  if (aoti_torch_empty_strided(2, sizes, strides, x.dtype, x.device_type, x.device_index, result))
-    return AOTI_TORCH_FAILURE;
-  void* y = nullptr;
-  if (aoti_torch_get_data_ptr(*result, &y)) return AOTI_TORCH_FAILURE;
+  const std::vector<char> copy = with_contiguous_rows(x);
+  void* y = new_result(x, n, result);
+  if (!y && m * n) return AOTI_TORCH_FAILURE;
   const int64_t threads = std::min(torch_threads(), 1 + m * n * k / NVFP4_LEAST_PARALLEL);
   nvfp4_matmul(x.data, m, k, x.strides[0], x.code(), codes.data, scales.data, n, padded_k,
                *static_cast<const float*>(global_scale.data), bias, bias_dtype, activations ? 1 : 0, y, int(threads));
+  return AOTI_TORCH_SUCCESS;
+}
+
+extern "C" __attribute__((visibility("default"))) AOTITorchError aoti_torch_cpu_fp8_mm(
+    AtenTensorHandle x_handle, AtenTensorHandle codes_handle, AtenTensorHandle scales_handle,
+    AtenTensorHandle* bias_handle, AtenTensorHandle* result) {
+  static const bool works = fp8_probe();
+  if (!works) return refuse("this CPU can't run the instructions that the package was built with");
+  Matrix x(x_handle);
+  const Matrix codes(codes_handle), scales(scales_handle);
+  if (!x.known || !codes.known || !scales.known) return refuse("fp8_mm got unreadable tensors");
+  const int64_t m = x.sizes[0], k = x.sizes[1], n = codes.sizes[0];
+  if (x.dims != 2 || x.code() < 0 || codes.sizes[1] != k || (k > 1 && codes.strides[1] != 1) ||
+      (n > 1 && (codes.strides[0] != k || scales.strides[0] != 1)) || scales.code() != 0)
+    return refuse("fp8_mm got operands that its CPU kernel does not take");
+  std::vector<float> bias;
+  if (bias_handle) {
+    const Matrix read(*bias_handle);
+    if (!read.known || read.code() < 0 || read.sizes[0] != n) return refuse("fp8_mm got a bias that it does not take");
+    for (int64_t i = 0; i < n; i++) {
+      const int64_t at = i * read.strides[0];
+      bias.push_back(read.code() == 0   ? static_cast<const float*>(read.data)[at]
+                     : read.code() == 1 ? fp8::BFloat16::load(static_cast<const uint16_t*>(read.data)[at])
+                                        : fp8::Float16::load(static_cast<const uint16_t*>(read.data)[at]));
+    }
+  }
+  const std::vector<char> copy = with_contiguous_rows(x);
+  void* y = new_result(x, n, result);
+  if (!y && m * n) return AOTI_TORCH_FAILURE;
+  fp8_weight_mm(x.data, m, k, x.strides[0], x.code(), static_cast<const uint8_t*>(codes.data),
+                static_cast<const float*>(scales.data), n, bias_handle ? bias.data() : nullptr, y,
+                m * n * k >= FP8_LEAST_PARALLEL ? int(torch_threads()) : 1);
   return AOTI_TORCH_SUCCESS;
 }

@@ -14,24 +14,26 @@
 namespace fp8 {
 
 #if defined(__AVX512BF16__)
-struct DotStep {  // 32 products of a column with each row, in bf16 pairs
+struct DotBf16 {  // 32 products of a column with each row, in bf16 pairs
   using Element = uint16_t;
   using Vector = __m512;
-  static constexpr int64_t STEP = 32;
+  using Decode = DecodeToBf16;
   using Column = __m512bh;
+  static constexpr int64_t STEP = 32;
   static Column column(const Values& values, const uint8_t* codes) { return (__m512bh)to_bf16(values, load32(codes)); }
   static void add(Vector& sum, const Element* row, const Column& column) {
     sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_si512(row), column);
   }
   static float total(const Vector& sum) { return _mm512_reduce_add_ps(sum); }
 };
-using DotDecode = DecodeToBf16;
-#else
-struct DotStep {  // 32 products in FP32, in vectors of the compiler's
+#endif
+
+struct DotFp32 {  // 32 products in FP32, in vectors of the compiler's
   using Element = float;
-  static constexpr int64_t STEP = 32;
+  using Decode = DecodeToFp32;
   typedef float Vector __attribute__((vector_size(64)));
   struct Column { Vector half[2]; };
+  static constexpr int64_t STEP = 32;
   static Column column(const Values& values, const uint8_t* codes) {
     Column decoded;
     DecodeToFp32::decode(values, codes, STEP, reinterpret_cast<float*>(&decoded));
@@ -49,32 +51,26 @@ struct DotStep {  // 32 products in FP32, in vectors of the compiler's
     return all;
   }
 };
-using DotDecode = DecodeToFp32;
+
+#if defined(__AVX512BF16__)
+using DotStep = DotBf16;
+#else
+using DotStep = DotFp32;
 #endif
 
-template <class Micro, class Finish>
+template <class Step, class Micro, class Finish>
 class Dots {
-  using Step = DotStep;
   using Element = typename Step::Element;
   static constexpr int64_t STEP = Step::STEP, COLS = Micro::COLS;
 
  public:
   static constexpr int64_t ROWS = 4;
+  static int64_t depth(int64_t k) { return ceil_div(k, STEP) * STEP; }
 
-  // right: column n begins at right + n * stride.
-  static void run(int64_t m, int64_t n, int64_t k, const Values& left_values, const uint8_t* left, int64_t row_stride,
-                  int64_t k_stride, const Values& values, const uint8_t* right, int64_t stride, const Finish& finish,
-                  int threads) {
-    const int64_t depth = ceil_div(k, STEP) * STEP;
-    static thread_local Scratch scratch;
-    char* memory = scratch.at_least(size_t(ROWS * depth) * (1 + sizeof(Element)));
-    Element* rows = reinterpret_cast<Element*>(memory);
-    uint8_t* codes = reinterpret_cast<uint8_t*>(rows + ROWS * depth);
-    std::memset(codes, 0, size_t(ROWS * depth));
-    for (int64_t r = 0; r < m; ++r)
-      for (int64_t i = 0; i < k; ++i) codes[r * depth + i] = left[r * row_stride + i * k_stride];
-    DotDecode::decode(left_values, codes, ROWS * depth, rows);
-    const int64_t blocks = ceil_div(n, COLS);
+  // rows: [ROWS][depth(k)], zeros behind m and k. right: column n begins at right + n * stride.
+  static void run(int64_t m, int64_t n, int64_t k, const Element* rows, const Values& values, const uint8_t* right,
+                  int64_t stride, const Finish& finish, int threads) {
+    const int64_t blocks = ceil_div(n, COLS), depth = Dots::depth(k);
     threads = usable_threads(threads, blocks);
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t block = 0; block < blocks; ++block) {

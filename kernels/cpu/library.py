@@ -30,6 +30,7 @@ FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-fPIC", "-fno-trapping-math", "-fno-m
 SOURCES = {
     "fp8_cast.cpp": ("-ffp-contract=off",),
     "scaled_mm.cpp": ("-ffp-contract=fast",),
+    "fp8_weight.cpp": ("-ffp-contract=fast",),
     "nvfp4.cpp": ("-ffp-contract=off",),
     "nvfp4_prefill.cpp": ("-ffp-contract=fast",),
 }
@@ -140,6 +141,9 @@ def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
         *(pointer, size, size, size, integer, pointer, pointer, size, size, ctypes.c_float),
         *(pointer, integer, integer, pointer, integer),
     )
-    for name in ("fp8_amax", "fp8_quantize", "fp8_delayed", "fp8_scaled_mm", "nvfp4_matmul"):
+    loaded.fp8_weight_mm.argtypes = (
+        *(pointer, size, size, size, integer, pointer, pointer, size, pointer, pointer, integer),
+    )
+    for name in ("fp8_amax", "fp8_quantize", "fp8_delayed", "fp8_scaled_mm", "fp8_weight_mm", "nvfp4_matmul"):
         getattr(loaded, name).restype = None
     return loaded

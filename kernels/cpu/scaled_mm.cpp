@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "dot.h"
+#include "finish.h"
 #include "fp8_formats.h"
 #include "gemm.h"
 #include "pack_fp8.h"
@@ -32,64 +33,6 @@ namespace {
 
 using namespace fp8;
 
-constexpr int64_t TILE = 128;
-
-// Scale of line i (a row of the left operand, a column of the right one) in block b of k.
-struct Scales {
-  const float* data;
-  int64_t line_stride, k_stride, lines;  // lines: how many share a scale
-  float at(int64_t line, int64_t block) const { return data[line / lines * line_stride + block * k_stride]; }
-};
-
-struct Finish {
-  int64_t tile;
-  Scales left, right;
-  const float* bias;
-  void* out;
-  int dtype;
-  int64_t out_stride;
-  bool accumulate;
-
-  void add(const float* sums, float* c, int64_t row, int64_t rows, int64_t col, int64_t cols, int64_t k) const {
-    float across[COLS] = {};
-    for (int64_t n = 0; n < cols; ++n) across[n] = right.at(col + n, k / TILE);
-    for (int64_t r = 0; r < rows; ++r) {
-      const float down = left.at(row + r, k / TILE);
-      for (int64_t n = 0; n < COLS; ++n) c[r * COLS + n] += sums[r * COLS + n] * (down * across[n]);
-    }
-  }
-
-  void store(const float* c, int64_t row, int64_t rows, int64_t col, int64_t cols) const {
-    float across[COLS] = {};
-    for (int64_t n = 0; n < cols; ++n) across[n] = tile ? 1.0f : right.at(col + n, 0);
-    for (int64_t r = 0; r < rows; ++r) {
-      const float down = tile ? 1.0f : left.at(row + r, 0);
-      float result[COLS];
-      for (int64_t n = 0; n < COLS; ++n) result[n] = c[r * COLS + n] * (down * across[n]);
-      if (bias)
-        for (int64_t n = 0; n < cols; ++n) result[n] += bias[col + n];
-      const int64_t at = (row + r) * out_stride + col;
-      if (dtype == FP32) put<Float32>(result, at, cols);
-      if (dtype == BF16) put<BFloat16>(result, at, cols);
-      if (dtype == FP16) put<Float16>(result, at, cols);
-    }
-  }
-
- private:
-  static constexpr int64_t COLS = Micro::COLS;
-
-  template <class Out>
-  void put(float* result, int64_t at, int64_t cols) const {
-    typename Out::type* to = static_cast<typename Out::type*>(out) + at;
-    if (accumulate)
-      for (int64_t n = 0; n < cols; ++n) result[n] += Out::load(to[n]);
-    if (cols == COLS)  // a number that the compiler knows
-      for (int64_t n = 0; n < COLS; ++n) to[n] = Out::store(result[n]);
-    else
-      for (int64_t n = 0; n < cols; ++n) to[n] = Out::store(result[n]);
-  }
-};
-
 struct Operand {
   const void* data;
   int64_t stride, k_stride;  // from row to row of the left operand, from column to column of the right one; from k to k
@@ -100,15 +43,24 @@ struct Operand {
   const Values& values() const { return Values::of(e5m2); }
 };
 
-void multiply(int64_t m, int64_t n, int64_t k, const Operand& a, const Operand& b, const Finish& finish, int threads) {
-  using Few = Dots<Micro, Finish>;
+void multiply(int64_t m, int64_t n, int64_t k, const Operand& a, const Operand& b, const Finish<Micro>& finish, int threads) {
+  using Few = Dots<DotStep, Micro, Finish<Micro>>;
   if (m <= Few::ROWS && b.k_stride == 1 && !finish.tile) {
-    Few::run(m, n, k, a.values(), a.codes(), a.stride, a.k_stride, b.values(), b.codes(), b.stride, finish, threads);
+    const int64_t depth = Few::depth(k);
+    static thread_local Scratch scratch;
+    char* memory = scratch.at_least(size_t(Few::ROWS * depth) * (1 + sizeof(DotStep::Element)));
+    auto* rows = reinterpret_cast<DotStep::Element*>(memory);
+    auto* codes = reinterpret_cast<uint8_t*>(rows + Few::ROWS * depth);
+    std::memset(codes, 0, size_t(Few::ROWS * depth));
+    for (int64_t r = 0; r < m; ++r)
+      for (int64_t i = 0; i < k; ++i) codes[r * depth + i] = a.codes()[r * a.stride + i * a.k_stride];
+    DotStep::Decode::decode(a.values(), codes, Few::ROWS * depth, rows);
+    Few::run(m, n, k, rows, b.values(), b.codes(), b.stride, finish, threads);
     return;
   }
   const PackLeft<Micro, Decode> left{a.values(), a.codes(), a.stride, a.k_stride, m};
   const PackRight<Micro, Decode> right{b.values(), b.codes(), b.k_stride, b.stride};
-  Gemm<Micro, PackLeft<Micro, Decode>, PackRight<Micro, Decode>, Finish>(m, n, k, left, right, finish).run(threads);
+  Gemm<Micro, PackLeft<Micro, Decode>, PackRight<Micro, Decode>, Finish<Micro>>(m, n, k, left, right, finish).run(threads);
 }
 
 sigjmp_buf escape;
@@ -126,7 +78,7 @@ void fp8_scaled_mm(int64_t m, int64_t n, int64_t k,
   const Operand a{left, left_stride, left_k_stride, left_e5m2, {left_scales, left_scale_stride, left_scale_k_stride, left_lines}};
   const Operand b{right, right_stride, right_k_stride, right_e5m2, {right_scales, right_scale_stride, right_scale_k_stride, right_lines}};
   const bool tiled = a.scales.k_stride || b.scales.k_stride;
-  multiply(m, n, k, a, b, {tiled ? TILE : 0, a.scales, b.scales, bias, out, dtype, out_stride, bool(accumulate)}, threads);
+  multiply(m, n, k, a, b, Finish<Micro>{tiled ? TILE : 0, a.scales, b.scales, bias, out, dtype, out_stride, bool(accumulate)}, threads);
 }
 
 // Whether this library's instructions can really be used here: a small product on a thread that survives SIGILL.

@@ -1,0 +1,97 @@
+// Rows in FP32, bf16 or FP16 times an FP8 weight; see kernels/fp8_weight.py for the formula.
+//
+//   y[m, n] = (sum_k x[m, k] * w[n, k]) * scale[n] + bias[n]      w: E4M3 [N, K], row-major
+//
+// A bf16 number times an FP8 one is exact in FP32: bf16 rows go through the bf16 instructions where there are any.
+
+#include <algorithm>
+#include <cstdint>
+
+#include "dot.h"
+#include "finish.h"
+#include "fp8_formats.h"
+#include "gemm.h"
+#include "micro_fp32.h"
+#include "pack_fp8.h"
+
+#if defined(FP8_EMULATE_AMX) || defined(__AMX_BF16__)
+#include "micro_amx.h"
+#define HAS_BF16_MICRO 1
+using Bf16Micro = fp8::MicroAmx;
+#elif defined(__AVX512BF16__)
+#include "micro_bf16.h"
+#define HAS_BF16_MICRO 1
+using Bf16Micro = fp8::MicroBf16;
+#endif
+
+namespace {
+
+using namespace fp8;
+
+struct Rows {
+  const void* data;
+  int dtype;
+  int64_t stride;
+
+  // Elements k to k + count of a row.
+  void read(int64_t row, int64_t k, int64_t count, float* to) const {
+    const int64_t at = row * stride + k;
+    for (int64_t i = 0; i < count; ++i) {
+      if (dtype == FP32) to[i] = static_cast<const float*>(data)[at + i];
+      if (dtype == BF16) to[i] = BFloat16::load(static_cast<const uint16_t*>(data)[at + i]);
+      if (dtype == FP16) to[i] = Float16::load(static_cast<const uint16_t*>(data)[at + i]);
+    }
+  }
+  void read(int64_t row, int64_t k, int64_t count, uint16_t* to) const {  // of bf16
+    std::memcpy(to, static_cast<const uint16_t*>(data) + row * stride + k, count * 2);
+  }
+};
+
+template <class Micro>
+struct PackRows {
+  const Rows& rows;
+
+  void pack(int64_t row, int64_t count_rows, int64_t k, int64_t count, typename Micro::Element* to) const {
+    constexpr int64_t ROWS = Micro::ROWS, STEP = Micro::STEP;
+    for (int64_t at = 0; at < count; at += STEP)
+      for (int64_t r = 0; r < ROWS; ++r, to += STEP) {
+        const int64_t there = r < count_rows ? std::min(STEP, count - at) : 0;
+        if (there) rows.read(row + r, k + at, there, to);
+        std::fill(to + there, to + STEP, typename Micro::Element(0));
+      }
+  }
+};
+
+template <class Micro, class Step>
+void multiply(int64_t m, int64_t n, int64_t k, const Rows& x, const uint8_t* codes, const Finish<Micro>& finish, int threads) {
+  using Few = Dots<Step, Micro, Finish<Micro>>;
+  const Values& values = Values::of(false);
+  if (m <= Few::ROWS) {
+    const int64_t depth = Few::depth(k);
+    static thread_local Scratch scratch;
+    auto* rows = reinterpret_cast<typename Step::Element*>(scratch.at_least(size_t(Few::ROWS * depth) * sizeof(typename Step::Element)));
+    std::fill(rows, rows + Few::ROWS * depth, typename Step::Element(0));
+    for (int64_t r = 0; r < m; ++r) x.read(r, 0, k, rows + r * depth);
+    Few::run(m, n, k, rows, values, codes, k, finish, threads);
+    return;
+  }
+  const PackRows<Micro> left{x};
+  const PackRight<Micro, typename Step::Decode> right{values, codes, 1, k};
+  Gemm<Micro, PackRows<Micro>, PackRight<Micro, typename Step::Decode>, Finish<Micro>>(m, n, k, left, right, finish).run(threads);
+}
+
+}  // namespace
+
+extern "C" void fp8_weight_mm(const void* x, int64_t m, int64_t k, int64_t stride, int dtype, const uint8_t* codes,
+                              const float* scales, int64_t n, const float* bias, void* y, int threads) {
+  static const float one = 1.0f;
+  const Rows rows{x, dtype, stride};
+  const Scales left{&one, 0, 0, 1}, right{scales, 1, 0, 1};
+#if defined(HAS_BF16_MICRO) && defined(__AVX512BF16__)
+  if (dtype == BF16) {
+    multiply<Bf16Micro, DotBf16>(m, n, k, rows, codes, {0, left, right, bias, y, dtype, n, false}, threads);
+    return;
+  }
+#endif
+  multiply<MicroFp32, DotFp32>(m, n, k, rows, codes, {0, left, right, bias, y, dtype, n, false}, threads);
+}

@@ -1,0 +1,34 @@
+"""Products with FP8 weights in C++ (``fp8_weight.cpp``): the ``fp8_mm`` of ``kernels/fp8_weight.py`` on a CPU."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fp8_compile.kernels import fp8_weight
+from fp8_compile.kernels.formats import E4M3
+
+from .library import library
+from .operation import DTYPES
+
+LEAST_PARALLEL = 1 << 17  # multiplications; one thread does as many in some 5 us
+
+
+def product(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    """x [M, K] fp32, bf16 or fp16, codes e4m3 [N, K], scales fp32 [N] -> [M, N] in x's dtype."""
+    kernels = library()
+    if kernels is None or x.dtype not in DTYPES or codes.dtype != E4M3.dtype:
+        return fp8_weight.product(x, codes, scales, bias)
+    (m, k), n = x.shape, codes.shape[0]
+    if x.stride(1) != 1 and k > 1:
+        x = x.contiguous()
+    codes, scales = codes.contiguous(), scales.contiguous()
+    bias = None if bias is None else bias.to(torch.float32).contiguous()
+    y = x.new_empty((m, n))
+    kernels.fp8_weight_mm(
+        *(x.data_ptr(), m, k, x.stride(0), DTYPES[x.dtype], codes.data_ptr(), scales.data_ptr(), n),
+        *(None if bias is None else bias.data_ptr(), y.data_ptr()),
+        torch.get_num_threads() if m * n * k >= LEAST_PARALLEL else 1,
+    )
+    return y
+

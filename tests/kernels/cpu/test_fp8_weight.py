@@ -1,0 +1,77 @@
+"""Products with FP8 weights on the CPU against FP64, for every instruction set that this machine can run."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from fp8_compile.kernels import fp8_weight as plain
+from fp8_compile.kernels.cpu import fp8_weight, isa, library
+
+RUNNABLE = [one.name for one in isa.ISAS.values() if one.needs <= isa.cpu_features()]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(params=RUNNABLE)
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    loaded = library.load(library.get_cpp_compiler(), isa.ISAS[request.param])
+    if not loaded.fp8_probe():
+        pytest.skip(f"this CPU claims {request.param}, but it does not work here")
+    monkeypatch.setattr(fp8_weight, "library", lambda: loaded)
+    return request.param
+
+
+def given(m: int, n: int, k: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    x = torch.randn(m, k).to(dtype)
+    codes, scales = plain.quantize(torch.randn(n, k) * torch.logspace(-3, 3, n)[:, None])
+    return x, codes, scales, torch.randn(n).to(dtype)
+
+
+def check(m: int, n: int, k: int, dtype: torch.dtype) -> None:
+    x, codes, scales, bias = given(m, n, k, dtype)
+    for added in (None, bias):
+        y = fp8_weight.product(x, codes, scales, added)
+        exact = (x.double() @ codes.double().t()) * scales.double() + (0 if added is None else added.double())
+        size = (x.double().abs() @ codes.double().abs().t()) * scales.double() + 1e-30
+        rounding = torch.finfo(dtype).eps / 2 * exact.abs() if dtype != torch.float32 else 0
+        assert y.dtype == dtype and ((y.double() - exact).abs() <= 1e-6 * size + rounding * 1.01 + 1e-6).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("m, n, k", [(1, 40, 300), (3, 33, 65), (4, 5, 7), (5, 70, 130), (40, 37, 600), (0, 4, 8)])
+def test_products_are_exact_but_for_the_sum(kernels: str, m: int, n: int, k: int, dtype: torch.dtype) -> None:
+    check(m, n, k, dtype)
+
+
+@pytest.mark.parametrize("m", [2, 20])
+def test_inf_and_nan_reach_the_rows_that_have_them(kernels: str, m: int) -> None:
+    for dtype in DTYPES:
+        x, codes, scales, _ = given(m, 40, 70, dtype)
+        x[1, 69] = math.inf
+        y = fp8_weight.product(x, codes, scales, None)
+        assert not y[1].isfinite().all() and y[0].isfinite().all()
+
+
+def test_strided_rows_and_the_op_itself() -> None:
+    x, codes, scales, bias = given(9, 40, 64, torch.bfloat16)
+    wide = torch.randn(9, 128).bfloat16()
+    for rows in (x, wide[:, :64], wide[:, ::2], wide.t()[:64].t()):
+        found = torch.ops.fp8_compile.fp8_mm(rows, codes, scales, bias)
+        torch.testing.assert_close(found, plain.product(rows, codes, scales, bias), rtol=0.02, atol=0.02)
+        assert torch.equal(found, fp8_weight.product(rows.contiguous(), codes, scales, bias))
+
+
+def test_results_do_not_depend_on_threads_and_without_a_compiler_it_is_the_formula(monkeypatch) -> None:
+    x, codes, scales, bias = given(30, 200, 300, torch.float32)
+    before, found = torch.get_num_threads(), []
+    try:
+        for number in (1, 2, 3):
+            torch.set_num_threads(number)
+            found.append(fp8_weight.product(x, codes, scales, bias))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    monkeypatch.setattr(fp8_weight, "library", lambda: None)
+    assert torch.equal(fp8_weight.product(x, codes, scales, bias), plain.product(x, codes, scales, bias))
