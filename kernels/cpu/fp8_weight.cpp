@@ -7,22 +7,12 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "best_micro.h"
 #include "dot.h"
 #include "finish.h"
 #include "fp8_formats.h"
 #include "gemm.h"
-#include "micro_fp32.h"
 #include "pack_fp8.h"
-
-#if defined(FP8_EMULATE_AMX) || defined(__AMX_BF16__)
-#include "micro_amx.h"
-#define HAS_BF16_MICRO 1
-using Bf16Micro = fp8::MicroAmx;
-#elif defined(__AVX512BF16__)
-#include "micro_bf16.h"
-#define HAS_BF16_MICRO 1
-using Bf16Micro = fp8::MicroBf16;
-#endif
 
 namespace {
 

@@ -3,20 +3,10 @@
 // bf16 activations go through AMX or AVX-512's bf16 dot products where there are any, with exact products: without its
 // global scale a weight has six significant bits. Others are multiplied in FP32.
 
+#include "best_micro.h"
 #include "gemm.h"
-#include "micro_fp32.h"
 #include "nvfp4_call.h"
 #include "nvfp4_lanes.h"
-
-#if defined(FP8_EMULATE_AMX) || defined(__AMX_BF16__)
-#include "micro_amx.h"
-#define HAS_BF16_MICRO 1
-using Bf16Micro = fp8::MicroAmx;
-#elif defined(__AVX512BF16__)
-#include "micro_bf16.h"
-#define HAS_BF16_MICRO 1
-using Bf16Micro = fp8::MicroBf16;
-#endif
 
 namespace {
 

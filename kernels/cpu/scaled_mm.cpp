@@ -1,4 +1,4 @@
-// The FP8 gemm for CPUs; see kernels/scaled_mm.py for the formula and ops.py for who calls it.
+// The FP8 gemm for CPUs; see kernels/scaled_mm.py for the formula and scaled_mm.py for who calls it.
 //
 //   out[m, n] (+)= sum_k left[m, k] * right[k, n] * scale_left[m, k] * scale_right[k, n] + bias[n]
 //
@@ -9,22 +9,17 @@
 #include <csignal>
 #include <cstdint>
 
+#include "best_micro.h"
 #include "dot.h"
 #include "finish.h"
 #include "fp8_formats.h"
 #include "gemm.h"
 #include "pack_fp8.h"
 
-#if defined(FP8_EMULATE_AMX) || defined(__AMX_BF16__)
-#include "micro_amx.h"
-using Micro = fp8::MicroAmx;
-using Decode = fp8::DecodeToBf16;
-#elif defined(__AVX512BF16__)
-#include "micro_bf16.h"
-using Micro = fp8::MicroBf16;
+#if defined(HAS_BF16_MICRO)
+using Micro = Bf16Micro;
 using Decode = fp8::DecodeToBf16;
 #else
-#include "micro_fp32.h"
 using Micro = fp8::MicroFp32;
 using Decode = fp8::DecodeToFp32;
 #endif
