@@ -1,4 +1,4 @@
-"""The FP8 gemm in plain PyTorch: the reference, and the CPU's lowering in two halves around the product.
+"""The FP8 gemm in plain PyTorch: the reference, and what a CPU runs without a C++ compiler.
 
     y[m, n] = sum_k left[m, k] * right[k, n] * scale_left[m, k] * scale_right[k, n] + bias[n]
 

@@ -11,7 +11,7 @@ from fp8_compile.kernels.formats import E4M3
 from .library import library
 from .operation import DTYPES
 
-LEAST_PARALLEL = 1 << 17  # multiplications; one thread does as many in some 5 us
+LEAST_PARALLEL = 1 << 17  # multiplications; not tuned
 
 
 def product(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
