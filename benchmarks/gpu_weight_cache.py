@@ -5,8 +5,6 @@
 bf16        Inductor, the peer
 delayed     weights quantized in every forward
 cached      read from the cache, as in every micro-batch but the first after an optimizer step
-autotuned   cached, with Inductor's Triton template for every gemm, as ``mode="max-autotune"`` chooses where it is
-            faster: it adds the residual as it writes, which bf16's addmm does too and ``torch._scaled_mm`` can't
 
 The first micro-batch has the refresh in addition, one launch: each weight is read once and written in both layouts.
 Counted in the generated code, as in ``gpu_code.py``.
@@ -24,8 +22,6 @@ from torch import nn
 
 from fp8_compile.state_handling import handle
 
-# No timing on an absent GPU: "deterministic" takes the first template, and "TRITON" leaves no other.
-TEMPLATES = {"max_autotune_gemm": True, "max_autotune_gemm_backends": "TRITON", "deterministic": True}
 COPIES = 4  # bytes a weight: bf16 read, FP8 written twice
 
 
@@ -36,13 +32,11 @@ def with_cache(model: nn.Module) -> nn.Module:
 
 
 def variants(capability: int) -> dict[str, dict[str, Any]]:
-    target = {"target": f"cuda:{capability}"}
-    fp8: dict[str, Any] = {"backend": "fp8", "options": target}
+    fp8: dict[str, Any] = {"backend": "fp8", "options": {"target": f"cuda:{capability}"}}
     return {
         "bf16": {},
         "delayed": fp8,
         "cached": {**fp8, "convert": with_cache},
-        "autotuned": {"backend": "fp8", "options": {**target, "inductor": TEMPLATES}, "convert": with_cache},
     }
 
 

@@ -21,7 +21,7 @@ NAMESPACE = "fp8_compile"
 MATMULS = frozenset(
     "mm addmm bmm baddbmm addbmm mv addmv dot matmul linear einsum _addmm_activation _int_mm _grouped_mm".split()
 )
-FP8_MATMULS = frozenset("_scaled_mm _scaled_mm_v2 _scaled_grouped_mm _scaled_grouped_mm_v2 scaled_product".split())
+FP8_MATMULS = frozenset("_scaled_mm _scaled_mm_v2 _scaled_grouped_mm _scaled_grouped_mm_v2".split())
 CASTS = frozenset("convert_element_type _to_copy to".split())
 # Views whose schema does not say so; the others are known by ``OpOverload.is_view``.
 VIEWS = frozenset("getitem _unsafe_view view reshape permute transpose t expand squeeze unsqueeze flatten".split())
@@ -110,7 +110,7 @@ def _kind(node: fx.Node) -> Kind:
         return _cast_kind(node)
     if namespace == NAMESPACE and name.startswith(("quantize", "dequantize")):
         return "quantize" if name.startswith("quantize") else "dequantize"
-    if name in FP8_MATMULS or (namespace == NAMESPACE and name.endswith(("mm", "matmul"))):
+    if name in FP8_MATMULS or (namespace == NAMESPACE and name.endswith(("mm", "mm_add", "matmul"))):
         return "fp8_matmul"
     if name in MATMULS:
         return "matmul"

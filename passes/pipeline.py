@@ -13,6 +13,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 
 from fp8_compile import kernels
 
+from .add_in_gemm import AddInGemm
 from .call_cpu_kernels import CallCpuKernels
 from .decide import Rules
 from .delay_scales import DelayScales
@@ -140,6 +141,8 @@ class SplitPipeline(Pipeline):
 
     def __init__(self, rules: Rules, key: str, observer: Observer | None = None) -> None:
         on_cpu, on_gpu = [CallCpuKernels(), FuseDelayedQuantizes()], [RelayoutBytes(), FlagOverflowInPlace()]
+        if rules.target.startswith("cuda"):
+            on_gpu.append(AddInGemm())
         super().__init__([*(on_cpu if rules.target == "cpu" else on_gpu), UpdateInPlace()], key, observer)
 
     def phase(self, graph: fx.Graph) -> str:

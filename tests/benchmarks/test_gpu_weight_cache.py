@@ -14,11 +14,9 @@ def lower_swiglu(variant: str) -> Step:
         return lower(gpu, "swiglu", **variants(90)[variant])
 
 
-def test_cached_weights_are_not_quantized_and_a_residual_added_by_the_gemm_leaves_less_than_720_megabytes() -> None:
-    cached, autotuned = lower_swiglu("cached"), lower_swiglu("autotuned")
-    assert cached.gemms == autotuned.gemms == 9
-    assert all(launch.fp8 for step in (cached, autotuned) for launch in step.launches if launch.kind == "gemm")
-    # Two updates of scales; norm, activation, residual, a transposed copy; gradient, activation, norm and its weight.
-    assert cached.triton_kernels == 10 and cached.bytes_outside_gemms <= 748e6
-    assert autotuned.bytes_outside_gemms <= 720e6
+def test_cached_weights_are_not_quantized_and_less_than_720_megabytes_are_moved_outside_gemms() -> None:
+    cached = lower_swiglu("cached")
+    assert cached.gemms == 9 and all(launch.fp8 for launch in cached.launches if launch.kind == "gemm")
+    # Two updates of scales; norm, activation, a transposed copy; gradient, activation, norm and its weight.
+    assert cached.triton_kernels == 9 and cached.bytes_outside_gemms <= 720e6
     assert refresh_megabytes("swiglu") * 1e6 == 3 * WIDTH * HIDDEN * 4

@@ -46,6 +46,9 @@ from torch._inductor.virtualized import V
 from torch.fx.node import map_aggregate
 from triton.runtime import interpreter
 
+from fp8_compile.kernels.gpu import scaled_mm_add
+from fp8_compile.passes.add_in_gemm import AddInGemm
+
 GUARD = 1 << 16  # bytes on each side of a buffer: a block without a mask would not reach beyond
 GUARD_BYTE, UNWRITTEN = 0xA5, 0xFF  # as FP8, bf16 and fp32, a 0xFF in every byte is NaN
 
@@ -68,7 +71,8 @@ LARGE_BLOCKS = Blocks((("XBLOCK", 256), ("YBLOCK", 64), ("R0_BLOCK", 128)))  # m
 
 @dataclasses.dataclass
 class GeneratedGraph:
-    """One graph that Inductor compiled: the Python source that it wrote, and the graph before our last passes."""
+    """One graph that Inductor compiled: the Python source that it wrote, and the graph before our last passes, but with
+    additions in gemms, whose results are rounded once and not twice."""
 
     source: str
     is_backward: bool
@@ -82,6 +86,7 @@ class GeneratedGraph:
             stack.enter_context(_interpreter_as_we_need_it(self._kernels, blocks))
             stack.enter_context(mock.patch.object(torch.cuda, "_DeviceGuard", contextlib.nullcontext))
             stack.enter_context(mock.patch.object(torch.cuda, "set_device", lambda device: None))
+            stack.enter_context(mock.patch.object(scaled_mm_add, "reference", _checked_gemm_and_sum))
             launched = {name: _Launched(kernel.heuristics, blocks) for name, kernel in self._kernels.items()}
             call = _execute(self.source, launched, memory.empty_strided)["call"]
             outputs = list(call(list(inputs)))
@@ -114,11 +119,19 @@ class GeneratedGraph:
 class _BetweenMemoryAndMemory(fx.Interpreter):
     """Computes as Inductor's kernels do: in FP32 from what is in memory to what goes there, with no roundings between.
 
-    In memory are the graph's inputs and outputs and the results of gemms. Sums of squares are taken in two passes.
+    In memory are the graph's inputs and outputs, the results of gemms and what they add. Sums of squares are taken in
+    two passes.
     """
 
+    def fetch_args_kwargs_from_env(self, node: fx.Node) -> Any:
+        args, kwargs = super().fetch_args_kwargs_from_env(node)
+        if node.target is scaled_mm_add.scaled_mm_add_op:
+            pairs = zip(args, node.args)
+            args = tuple(one.to(of.meta["val"].dtype) if isinstance(one, Tensor) else one for one, of in pairs)
+        return args, kwargs
+
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if target is torch.ops.aten._scaled_mm.default:
+        if target in (torch.ops.aten._scaled_mm.default, scaled_mm_add.scaled_mm_add_op):
             return super().call_function(target, args, kwargs)
         args = map_aggregate(args, _wide)
         if target is torch.ops.prims.convert_element_type.default and args[1] is torch.bfloat16:
@@ -146,6 +159,8 @@ def compiled_for_gpu(blocks: Blocks, capability: int = 90) -> Iterator[list[Gene
 
     def codegen_and_compile(scheme: Any, gm: fx.GraphModule, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         reference = _copy_of_graph(gm)  # still on the CPU
+        AddInGemm().run(reference.graph)
+        reference.recompile()
         moved = absent_gpu.move_to_gpu(gm, inputs)
 
         def compile_to_module(graph: GraphLowering) -> types.SimpleNamespace:
@@ -255,14 +270,25 @@ class _ExternKernels:
 
     @staticmethod
     def _scaled_mm(left: Tensor, right: Tensor, *scales_and_bias: Tensor, out: Tensor, **options: Any) -> None:
-        left_step, right_step, k = left.stride(0), right.stride(1), left.shape[1]
-        assert left.stride(1) == 1 and left_step >= k and left_step % 16 == 0, "not row-major"
-        assert right.stride(0) == 1 and right_step >= k and right_step % 16 == 0, "not column-major"
-        assert k % 16 == 0 and right.shape[1] % 16 == 0, "not multiples of 16"
-        assert left.data_ptr() % 16 == right.data_ptr() % 16 == 0, "not aligned"
-        assert not left.dtype == right.dtype == torch.float8_e5m2, "E5M2 by E5M2"
-        assert all(one.dtype is torch.float32 and one.numel() == 1 for one in scales_and_bias[:2]), "not one scale each"
+        _check_gemm(left, right, scales_and_bias[:2])
         out.copy_(torch._scaled_mm(left, right, *scales_and_bias, **options))
+
+
+def _checked_gemm_and_sum(given: scaled_mm_add.Operands, reference: Any = scaled_mm_add.reference) -> Tensor:
+    _check_gemm(given.left, given.right, (given.scale_left, given.scale_right))
+    assert given.added.stride(1) == 1 and given.added.stride(0) % 8 == 0 and given.added.data_ptr() % 16 == 0
+    return reference(given)
+
+
+def _check_gemm(left: Tensor, right: Tensor, scales: Sequence[Tensor]) -> None:
+    """What cuBLASLt asks of the operands."""
+    left_step, right_step, k = left.stride(0), right.stride(1), left.shape[1]
+    assert left.stride(1) == 1 and left_step >= k and left_step % 16 == 0, "not row-major"
+    assert right.stride(0) == 1 and right_step >= k and right_step % 16 == 0, "not column-major"
+    assert k % 16 == 0 and right.shape[1] % 16 == 0, "not multiples of 16"
+    assert left.data_ptr() % 16 == right.data_ptr() % 16 == 0, "not aligned"
+    assert not left.dtype == right.dtype == torch.float8_e5m2, "E5M2 by E5M2"
+    assert all(one.dtype is torch.float32 and one.numel() == 1 for one in scales), "not one scale each"
 
 
 def _kernel_texts(source: str) -> dict[str, str]:

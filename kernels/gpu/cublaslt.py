@@ -1,0 +1,167 @@
+"""FP8 gemms of cuBLASLt that ``torch._scaled_mm`` has no argument for: those that add a matrix to their product.
+
+    d = left @ right * scale_left * scale_right + bias + c
+
+left: [M, K], right: [K, N] fp8 with K contiguous in both; c, d: [M, N] bf16/fp16/fp32 with contiguous rows.
+
+cuBLASLt counts columns first. What it is asked for is therefore the transposed product, whose operands lie as it wants
+them: d^T = right^T @ left^T + c^T, the first one as a K x N matrix to be transposed, the second as a K x M one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import threading
+from typing import Any, Hashable
+
+import torch
+from torch import Tensor
+
+# The constants of library_types.h, cublas_api.h and cublasLt.h (13.8; the numbers are part of the library's ABI).
+DATA_TYPES = {
+    torch.float32: 0,
+    torch.float16: 2,
+    torch.bfloat16: 14,
+    torch.float8_e4m3fn: 28,
+    torch.float8_e5m2: 29,
+}
+COMPUTE_32F = 68
+OP_T = 1
+EPILOGUE_BIAS = 4
+DESC_TRANSA, DESC_EPILOGUE, DESC_BIAS_POINTER, DESC_BIAS_DATA_TYPE = 3, 7, 8, 26
+DESC_A_SCALE_POINTER, DESC_B_SCALE_POINTER, DESC_FAST_ACCUM = 17, 18, 25
+PREF_MAX_WORKSPACE_BYTES, PREF_MIN_ALIGNMENT = 1, (5, 6, 7, 8)  # of A, B, C, D
+
+WORKSPACE_BYTES = 32 << 20  # what NVIDIA advises on Hopper and newer
+MOST_ALIGNMENT = 256  # bytes; more makes no difference to the choice of a kernel
+
+
+class CublasLtError(RuntimeError):
+    """A call that cuBLASLt refused."""
+
+
+class _HeuristicResult(ctypes.Structure):
+    _fields_ = [
+        ("algo", ctypes.c_uint64 * 8),
+        ("workspace_size", ctypes.c_size_t),
+        ("state", ctypes.c_int),
+        ("waves_count", ctypes.c_float),
+        ("reserved", ctypes.c_int * 4),
+    ]
+
+
+_Vectors = tuple[Tensor, Tensor, Tensor | None]  # the scales of A and B, the bias
+
+
+@dataclasses.dataclass
+class _Plan:
+    """Everything about a gemm but its addresses."""
+
+    description: ctypes.c_void_p
+    layouts: tuple[ctypes.c_void_p, ...]  # of A, B, C and D
+    chosen: _HeuristicResult
+
+
+class CublasLt:
+    """One handle of the library. Threads wait for each other: a description is filled in, then used."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library, self._lock = library, threading.Lock()
+        self._plans: dict[Hashable, _Plan] = {}
+        self._handle = ctypes.c_void_p()
+        self._one = ctypes.c_float(1.0)
+        self._call("cublasLtCreate", ctypes.byref(self._handle))
+
+    def multiply_add(
+        self,
+        left: Tensor,
+        right: Tensor,
+        scale_left: Tensor,
+        scale_right: Tensor,
+        bias: Tensor | None,
+        c: Tensor,
+        d: Tensor,
+        *,
+        fast_accumulation: bool,
+        stream: int,
+    ) -> None:
+        """The formula of this file, written to ``d``, which may be ``c``."""
+        operands, vectors = (right, left, c, d), (scale_right, scale_left, bias)
+        key = (
+            *((one.shape, one.stride(), one.dtype, _alignment(one)) for one in operands),
+            None if bias is None else (bias.dtype, _alignment(bias)),
+            fast_accumulation,
+        )
+        workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=d.device)
+        with self._lock:
+            plan = self._plans.get(key)
+            if plan is None:
+                plan = self._plans[key] = self._plan(operands, vectors, fast_accumulation)
+            self._point_to(plan.description, vectors)
+            a, b, c_, d_ = (ctypes.c_void_p(one.data_ptr()) for one in operands)
+            layout_a, layout_b, layout_c, layout_d = plan.layouts
+            self._call(
+                "cublasLtMatmul",
+                *(self._handle, plan.description, ctypes.byref(self._one), a, layout_a, b, layout_b),
+                *(ctypes.byref(self._one), c_, layout_c, d_, layout_d, ctypes.byref(plan.chosen.algo)),
+                *(ctypes.c_void_p(workspace.data_ptr()), ctypes.c_size_t(WORKSPACE_BYTES), ctypes.c_void_p(stream)),
+            )
+
+    def _plan(self, operands: tuple[Tensor, ...], vectors: _Vectors, fast_accumulation: bool) -> _Plan:
+        (right, left, c, d), bias = operands, vectors[2]
+        description = ctypes.c_void_p()
+        self._call("cublasLtMatmulDescCreate", ctypes.byref(description), COMPUTE_32F, DATA_TYPES[torch.float32])
+        self._describe(description, DESC_TRANSA, ctypes.c_int32(OP_T))
+        self._describe(description, DESC_FAST_ACCUM, ctypes.c_int8(fast_accumulation))
+        if bias is not None:
+            self._describe(description, DESC_EPILOGUE, ctypes.c_int32(EPILOGUE_BIAS))
+            self._describe(description, DESC_BIAS_DATA_TYPE, ctypes.c_int32(DATA_TYPES[bias.dtype]))
+        self._point_to(description, vectors)
+        layouts = tuple(self._layout(one) for one in (right.t(), left, c, d))
+        preference = ctypes.c_void_p()
+        self._call("cublasLtMatmulPreferenceCreate", ctypes.byref(preference))
+        limits: list[tuple[int, Any]] = [(PREF_MAX_WORKSPACE_BYTES, ctypes.c_uint64(WORKSPACE_BYTES))]
+        limits += [(name, ctypes.c_uint32(_alignment(one))) for name, one in zip(PREF_MIN_ALIGNMENT, operands)]
+        for name, limit in limits:
+            size = ctypes.c_size_t(ctypes.sizeof(limit))
+            self._call("cublasLtMatmulPreferenceSetAttribute", preference, name, ctypes.byref(limit), size)
+        chosen, found = _HeuristicResult(), ctypes.c_int()
+        self._call(
+            "cublasLtMatmulAlgoGetHeuristic",
+            *(self._handle, description, *layouts, preference, 1, ctypes.byref(chosen), ctypes.byref(found)),
+        )
+        self._call("cublasLtMatmulPreferenceDestroy", preference)
+        if not found.value or chosen.state:
+            (m, k), n = left.shape, right.shape[1]
+            raise CublasLtError(
+                f"cuBLASLt has no kernel for {m}x{n}x{k}, {left.dtype} by {right.dtype}, with {c.dtype} added"
+            )
+        return _Plan(description, layouts, chosen)
+
+    def _layout(self, rows_contiguous: Tensor) -> ctypes.c_void_p:
+        """A matrix [R, C] that lies row by row is one of C rows and R columns to cuBLASLt."""
+        rows, cols = rows_contiguous.shape
+        layout, dtype = ctypes.c_void_p(), DATA_TYPES[rows_contiguous.dtype]
+        sizes = (ctypes.c_uint64(cols), ctypes.c_uint64(rows), ctypes.c_int64(rows_contiguous.stride(0)))
+        self._call("cublasLtMatrixLayoutCreate", ctypes.byref(layout), dtype, *sizes)
+        return layout
+
+    def _point_to(self, description: ctypes.c_void_p, vectors: _Vectors) -> None:
+        for attribute, vector in zip((DESC_A_SCALE_POINTER, DESC_B_SCALE_POINTER, DESC_BIAS_POINTER), vectors):
+            if vector is not None:
+                self._describe(description, attribute, ctypes.c_void_p(vector.data_ptr()))
+
+    def _describe(self, description: ctypes.c_void_p, attribute: int, setting: Any) -> None:
+        size = ctypes.c_size_t(ctypes.sizeof(setting))
+        self._call("cublasLtMatmulDescSetAttribute", description, attribute, ctypes.byref(setting), size)
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        if status := getattr(self._library, name)(*arguments):
+            raise CublasLtError(f"{name} failed with status {status} (cublasStatus_t)")
+
+
+def _alignment(tensor: Tensor) -> int:
+    """The largest power of two that divides a tensor's address."""
+    address = tensor.data_ptr()
+    return min(address & -address, MOST_ALIGNMENT) if address else MOST_ALIGNMENT

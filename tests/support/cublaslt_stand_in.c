@@ -1,0 +1,141 @@
+/* A libcublasLt for machines without a GPU: the functions that fp8_compile calls, on host memory, in double precision.
+ *
+ * It holds callers to what cuBLAS's manual asks of FP8 gemms: the first operand transposed, both with K contiguous, sizes
+ * that are multiples of 16, addresses and leading dimensions of 16 bytes, not E5M2 by E5M2, C and D of one type, FP32
+ * sums, attributes of the right size. Anything else is CUBLAS_STATUS_NOT_SUPPORTED or CUBLAS_STATUS_INVALID_VALUE.
+ * Descriptions are checked again when a product is computed, as the real library does. */
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { SUCCESS = 0, INVALID_VALUE = 7, NOT_SUPPORTED = 15 };
+enum { R_32F = 0, R_16F = 2, R_16BF = 14, E4M3 = 28, E5M2 = 29 };
+enum { LARGEST_ATTRIBUTE = 42 };
+static const uint64_t MARK = 0x5ca1ed;
+
+typedef struct { int compute, scale_type; int64_t attributes[LARGEST_ATTRIBUTE]; } Description;
+typedef struct { int type; uint64_t rows, cols; int64_t ld; } Layout;
+typedef struct { uint64_t workspace; uint32_t alignment[4]; } Preference;
+typedef struct { uint64_t algo[8]; size_t workspace; int state; float waves; int reserved[4]; } Result;
+
+static int size_of(int type) { return type == R_32F ? 4 : type == E4M3 || type == E5M2 ? 1 : 2; }
+
+static float decode(const void* base, int type, int64_t i) {
+    if (type == R_32F) return ((const float*)base)[i];
+    if (type == R_16BF) {
+        uint32_t bits = (uint32_t)((const uint16_t*)base)[i] << 16;
+        float x;
+        memcpy(&x, &bits, 4);
+        return x;
+    }
+    if (type == R_16F) return (float)((const _Float16*)base)[i];
+    const int byte = ((const uint8_t*)base)[i], mantissa_bits = type == E4M3 ? 3 : 2, bias = type == E4M3 ? 7 : 15;
+    const int exponent = (byte & 127) >> mantissa_bits, mantissa = byte & ((1 << mantissa_bits) - 1);
+    const float sign = byte & 128 ? -1 : 1;
+    if (type == E4M3 && (byte & 127) == 127) return NAN;
+    if (type == E5M2 && exponent == 31) return mantissa ? NAN : sign * INFINITY;
+    const int whole = exponent ? mantissa + (1 << mantissa_bits) : mantissa;
+    return sign * ldexpf((float)whole, (exponent ? exponent : 1) - bias - mantissa_bits);
+}
+
+static void encode(void* base, int type, int64_t i, double x) {
+    if (type == R_32F) ((float*)base)[i] = (float)x;
+    else if (type == R_16F) ((_Float16*)base)[i] = (_Float16)x;
+    else {
+        float narrow = (float)x;
+        uint32_t bits;
+        memcpy(&bits, &narrow, 4);
+        ((uint16_t*)base)[i] = isnan(narrow) ? 0x7fc0 : (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+    }
+}
+
+int cublasLtCreate(void** handle) { *handle = malloc(1); return SUCCESS; }
+
+int cublasLtMatmulDescCreate(void** made, int compute, int scale_type) {
+    Description* description = calloc(1, sizeof(Description));
+    description->compute = compute;
+    description->scale_type = scale_type;
+    *made = description;
+    return SUCCESS;
+}
+
+int cublasLtMatmulDescSetAttribute(void* of, int name, const void* value, size_t size) {
+    size_t expected;
+    switch (name) {
+        case 3: case 4: case 7: case 26: expected = 4; break;           /* TRANSA, TRANSB, EPILOGUE, BIAS_DATA_TYPE */
+        case 8: case 17: case 18: expected = sizeof(void*); break;      /* BIAS_POINTER, A_ and B_SCALE_POINTER */
+        case 25: expected = 1; break;                                   /* FAST_ACCUM */
+        default: return INVALID_VALUE;
+    }
+    if (size != expected) return INVALID_VALUE;
+    int64_t* attribute = &((Description*)of)->attributes[name];
+    *attribute = 0;
+    memcpy(attribute, value, size);
+    return SUCCESS;
+}
+
+int cublasLtMatrixLayoutCreate(void** made, int type, uint64_t rows, uint64_t cols, int64_t ld) {
+    Layout* layout = malloc(sizeof(Layout));
+    *layout = (Layout){type, rows, cols, ld};
+    *made = layout;
+    return SUCCESS;
+}
+
+int cublasLtMatmulPreferenceCreate(void** made) { *made = calloc(1, sizeof(Preference)); return SUCCESS; }
+int cublasLtMatmulPreferenceDestroy(void* preference) { free(preference); return SUCCESS; }
+
+int cublasLtMatmulPreferenceSetAttribute(void* of, int name, const void* value, size_t size) {
+    Preference* preference = of;
+    if (name == 1 && size == 8) memcpy(&preference->workspace, value, 8);
+    else if (name >= 5 && name <= 8 && size == 4) memcpy(&preference->alignment[name - 5], value, 4);
+    else return INVALID_VALUE;
+    return SUCCESS;
+}
+
+static int supported(const Description* d, const Layout* a, const Layout* b, const Layout* c, const Layout* y) {
+    const int fp8 = (a->type == E4M3 || a->type == E5M2) && (b->type == E4M3 || b->type == E5M2);
+    if (d->compute != 68 || d->scale_type != R_32F || !fp8 || (a->type == E5M2 && b->type == E5M2)) return 0;
+    if (d->attributes[3] != 1 || d->attributes[4] != 0) return 0;
+    if (!d->attributes[17] || !d->attributes[18]) return 0;
+    if (d->attributes[7] && (d->attributes[7] != 4 || !d->attributes[8] || size_of(d->attributes[26]) != 2)) return 0;
+    if (a->rows != b->rows || a->cols != c->rows || b->cols != c->cols || c->type != y->type) return 0;
+    if (c->rows != y->rows || c->cols != y->cols || a->rows % 16 || a->cols % 16) return 0;
+    const Layout* all[4] = {a, b, c, y};
+    for (int i = 0; i < 4; ++i)
+        if (all[i]->ld < (int64_t)all[i]->rows || all[i]->ld * size_of(all[i]->type) % 16) return 0;
+    return 1;
+}
+
+int cublasLtMatmulAlgoGetHeuristic(void* handle, void* d, void* a, void* b, void* c, void* y, void* preference,
+                                   int wanted, Result* result, int* found) {
+    *found = 0;
+    if (!handle || wanted != 1) return INVALID_VALUE;
+    for (int i = 0; i < 4; ++i)
+        if (((Preference*)preference)->alignment[i] < 16) return NOT_SUPPORTED;
+    if (!supported(d, a, b, c, y)) return NOT_SUPPORTED;
+    memset(result, 0, sizeof(Result));
+    result->algo[0] = MARK;
+    *found = 1;
+    return SUCCESS;
+}
+
+int cublasLtMatmul(void* handle, void* description, const float* alpha, const void* a, const Layout* la, const void* b,
+                   const Layout* lb, const float* beta, const void* c, const Layout* lc, void* y, const Layout* ly,
+                   const uint64_t* algo, void* workspace, size_t workspace_size, void* stream) {
+    const Description* d = description;
+    if (!handle || algo[0] != MARK || stream || !workspace || workspace_size < 1) return INVALID_VALUE;
+    if (((uintptr_t)a | (uintptr_t)b | (uintptr_t)c | (uintptr_t)y) % 16) return NOT_SUPPORTED;
+    if (!supported(d, la, lb, lc, ly)) return NOT_SUPPORTED;
+    const double scale = (double)*(const float*)d->attributes[17] * *(const float*)d->attributes[18] * *alpha;
+    for (uint64_t j = 0; j < lc->cols; ++j)
+        for (uint64_t i = 0; i < lc->rows; ++i) {
+            double sum = 0;
+            for (uint64_t k = 0; k < la->rows; ++k)
+                sum += (double)decode(a, la->type, i * la->ld + k) * decode(b, lb->type, j * lb->ld + k);
+            sum = sum * scale + *beta * decode(c, lc->type, j * lc->ld + i);
+            if (d->attributes[7]) sum += decode((const void*)d->attributes[8], (int)d->attributes[26], i);
+            encode(y, ly->type, j * ly->ld + i, sum);
+        }
+    return SUCCESS;
+}
