@@ -19,7 +19,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._inductor import ir
-from torch._inductor.lowering import add_layout_constraint, constrain_to_fx_strides, register_lowering
+from torch._inductor.lowering import (
+    add_layout_constraint,
+    constrain_to_fx_strides,
+    fallback_handler,
+    register_lowering,
+)
+from torch._inductor.virtualized import V
 
 from ..scaled_mm import scaled_mm
 from .cublaslt import CublasLt, CublasLtError
@@ -138,10 +144,13 @@ scaled_mm_add_op = torch.ops.fp8_compile.scaled_mm_add.default
 _out = torch.ops.fp8_compile.scaled_mm_add.out
 
 add_layout_constraint(scaled_mm_add_op, constrain_to_fx_strides)
+_fallback = fallback_handler(scaled_mm_add_op, add_to_fallback_set=False)
 
 
 @register_lowering(scaled_mm_add_op, type_promotion_kind=None)
 def _lowering(left, right, scale_left, scale_right, added, bias=None, fast_accumulation=False):  # type: ignore[no-untyped-def]
+    if V.graph.cpp_wrapper:  # C++ knows no name to call it by, and asks Python
+        return _fallback(left, right, scale_left, scale_right, added, bias, fast_accumulation)
     tensors = [left, right, scale_left, scale_right, added, *([] if bias is None else [bias])]
     node = ir.ExternKernelOut(
         layout=ir.FixedLayout(added.get_device(), added.get_dtype(), added.get_size()),

@@ -12,6 +12,8 @@ import sysconfig
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor import config as inductor_config
+from torch._inductor.utils import fresh_cache
 
 from fp8_compile.kernels.gpu import cublaslt, scaled_mm_add
 from fp8_compile.kernels.gpu.cublaslt import CublasLt, CublasLtError
@@ -83,6 +85,19 @@ def test_the_result_is_the_exact_sum_rounded_once(library: CublasLt, case: dict)
     assert_rounded_once(reference(given), given)
     assert_rounded_once(scaled_mm_add_op(*given), given)
     torch.library.opcheck(scaled_mm_add_op, tuple(given), test_utils="test_faketensor")
+
+
+@pytest.mark.parametrize("cpp_wrapper", [False, True])
+def test_inductor_calls_it_with_and_without_a_bias(cpp_wrapper: bool) -> None:
+    given, with_bias = operands(), operands(bias=True)
+
+    def both(one: Operands, other: Operands) -> tuple[Tensor, Tensor]:
+        return scaled_mm_add_op(*one) + 1, scaled_mm_add_op(*other)
+
+    with fresh_cache(), inductor_config.patch(cpp_wrapper=cpp_wrapper):
+        results = torch.compile(both, fullgraph=True)(given, with_bias)
+    for actual, expected in zip(results, both(given, with_bias), strict=True):
+        torch.testing.assert_close(actual, expected)
 
 
 def test_rows_with_gaps_between_them_and_a_result_that_replaces_what_is_added(library: CublasLt) -> None:
