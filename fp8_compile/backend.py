@@ -251,6 +251,7 @@ def make_rules(config: Config, target: Target, selection: Selection) -> Rules:
         recipe_supported=config.recipe in target.recipes,
         alignment=target.alignment,
         needs_k_contiguous=target.needs_k_contiguous,
+        reads_any_layout=target.reads_any_layout,
         e5m2_by_e5m2=target.e5m2_by_e5m2,
         only_output=target.rowwise_output if config.recipe in ("rowwise", "blockwise") else None,
     )

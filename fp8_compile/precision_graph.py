@@ -110,7 +110,7 @@ def _kind(node: fx.Node) -> Kind:
         return _cast_kind(node)
     if namespace == NAMESPACE and name.startswith(("quantize", "dequantize")):
         return "quantize" if name.startswith("quantize") else "dequantize"
-    if name in FP8_MATMULS or (namespace == NAMESPACE and name.endswith(("mm", "mm_add", "matmul"))):
+    if name in FP8_MATMULS or (namespace == NAMESPACE and name.endswith(("mm", "matmul"))):
         return "fp8_matmul"
     if name in MATMULS:
         return "matmul"

@@ -25,6 +25,7 @@ class Target:
     e5m2: Format = E5M2
     alignment: int = 16  # K and N must be multiples of it
     needs_k_contiguous: bool = True  # left operand row-major, right operand column-major
+    reads_any_layout: bool = False  # cuBLASLt does, though torch does not while it traces
     e5m2_by_e5m2: bool = False
     recipes: frozenset[str] = RECIPES_EVERYWHERE
     rowwise_output: torch.dtype | None = torch.bfloat16  # the only output dtype of rowwise and blockwise gemms
@@ -73,7 +74,7 @@ class Target:
 def _cuda(capability: int) -> Target:
     # cuBLAS has 1x128 and 128x128 block scales on Hopper only.
     recipes = RECIPES_EVERYWHERE | {"rowwise"} | ({"blockwise"} if capability == 90 else set())
-    return Target(f"cuda:{capability}", recipes=frozenset(recipes))
+    return Target(f"cuda:{capability}", recipes=frozenset(recipes), reads_any_layout=capability // 10 == 10)
 
 
 # Our CPU gemm multiplies in FP32 after an exact upcast: any shape, any layout, any pair of formats.

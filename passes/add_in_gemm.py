@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from fp8_compile.kernels.gpu.scaled_mm_add import scaled_mm_add_op
+from fp8_compile.kernels.gpu.cublaslt_mm import cublaslt_mm_op
 
 from .emit import GEMM, emit, value
 from .find_matmuls import root_of
@@ -21,7 +21,7 @@ class AddInGemm(GraphPass):
     """Replace a gemm and the addition that alone reads its result, once the graph is split.
 
     Before:  y = add(x, view(_scaled_mm(qa, qb, sa, sb, bias, out_dtype=bf16), [B, T, N]))
-    After:   y = view(fp8_compile.scaled_mm_add(qa, qb, sa, sb, view(x, [-1, N]), bias), [B, T, N])
+    After:   y = view(fp8_compile.cublaslt_mm(qa, qb, sa, sb, view(x, [-1, N]), bias, bf16), [B, T, N])
 
     Only where x lies in memory anyway: were it computed in the addition's own kernel, it would have to be written for
     the gemm to read it. And only with one scale a tensor: rowwise and blockwise gemms of torch are other kernels.
@@ -46,15 +46,19 @@ class AddInGemm(GraphPass):
         gemm = chain[-1]
         with graph.inserting_before(add):
             flat = emit(graph, aten.view.default, added, [-1, value(gemm).shape[1]], like=gemm)
-            scales = gemm.args[2:4]
-            bias, fast = gemm.kwargs.get("bias"), gemm.kwargs.get("use_fast_accum", False)
-            result = emit(graph, scaled_mm_add_op, *gemm.args[:2], *scales, flat, bias, fast, like=gemm)
-            result.meta["fp8_kind"] = GEMM
+            result = emit_cublaslt_mm(graph, gemm, added=flat)
             for view in reversed(chain[:-1]):
                 result = emit(graph, aten.view.default, result, *view.args[1:], like=view)
         add.replace_all_uses_with(result)
         for node in (add, *chain):
             graph.erase_node(node)
+
+
+def emit_cublaslt_mm(graph: fx.Graph, gemm: fx.Node, *, added: fx.Node | None) -> fx.Node:
+    """An FP8 gemm as cuBLASLt computes it: a ``_scaled_mm`` and what is added to it."""
+    options = {"out_dtype": value(gemm).dtype, "fast_accumulation": gemm.kwargs.get("use_fast_accum", False)}
+    arguments = (*gemm.args[:4], added, gemm.kwargs.get("bias"))
+    return emit(graph, cublaslt_mm_op, *arguments, like=gemm, tags={"fp8_kind": GEMM}, **options)
 
 
 def _gemm_behind(node: fx.Node) -> list[fx.Node]:

@@ -43,6 +43,7 @@ class Rules:
     recipe_supported: bool = True
     alignment: int = 16
     needs_k_contiguous: bool = True
+    reads_any_layout: bool = False
     e5m2_by_e5m2: bool = False
     stochastic: frozenset[Role] = frozenset()  # what is rounded at random
     only_output: torch.dtype | None = None  # the one dtype that the recipe's gemm can write

@@ -24,6 +24,7 @@ from .graph_pass import GraphPass
 from .lower_quantizes import LowerQuantizes
 from .lower_scaled_mm_cpu import LowerScaledMmForCpu
 from .multiply_packed import MultiplyPacked
+from .read_any_layout import ReadAnyLayout
 from .record_amaxes import RecordAmaxes
 from .relayout_bytes import RelayoutBytes
 from .rewrite_matmuls import RewriteMatmuls
@@ -143,6 +144,8 @@ class SplitPipeline(Pipeline):
         on_cpu, on_gpu = [CallCpuKernels(), FuseDelayedQuantizes()], [RelayoutBytes(), FlagOverflowInPlace()]
         if rules.target.startswith("cuda"):
             on_gpu.append(AddInGemm())
+        if rules.reads_any_layout:
+            on_gpu.append(ReadAnyLayout())
         super().__init__([*(on_cpu if rules.target == "cpu" else on_gpu), UpdateInPlace()], key, observer)
 
     def phase(self, graph: fx.Graph) -> str:

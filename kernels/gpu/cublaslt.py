@@ -1,11 +1,12 @@
-"""FP8 gemms of cuBLASLt that ``torch._scaled_mm`` has no argument for: those that add a matrix to their product.
+"""FP8 gemms of cuBLASLt as ``torch._scaled_mm`` can't ask for them: with a matrix to add, with operands in any layout.
 
     d = left @ right * scale_left * scale_right + bias + c
 
-left: [M, K], right: [K, N] fp8 with K contiguous in both; c, d: [M, N] bf16/fp16/fp32 with contiguous rows.
+left: [M, K], right: [K, N] fp8, either dimension contiguous where the GPU can read it so (compute capability 10.x; K
+elsewhere); c, d: [M, N] bf16/fp16/fp32 with contiguous rows, c optional.
 
-cuBLASLt counts columns first. What it is asked for is therefore the transposed product, whose operands lie as it wants
-them: d^T = right^T @ left^T + c^T, the first one as a K x N matrix to be transposed, the second as a K x M one.
+cuBLASLt counts columns first. What it is asked for is therefore the transposed product, d^T = right^T @ left^T + c^T: a
+matrix that lies row by row is, to cuBLASLt, its own transpose.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ DATA_TYPES = {
     torch.float8_e5m2: 29,
 }
 COMPUTE_32F = 68
-OP_T = 1
+OP_N, OP_T = 0, 1
 EPILOGUE_BIAS = 4
-DESC_TRANSA, DESC_EPILOGUE, DESC_BIAS_POINTER, DESC_BIAS_DATA_TYPE = 3, 7, 8, 26
+DESC_TRANSA, DESC_TRANSB, DESC_EPILOGUE, DESC_BIAS_POINTER, DESC_BIAS_DATA_TYPE = 3, 4, 7, 8, 26
 DESC_A_SCALE_POINTER, DESC_B_SCALE_POINTER, DESC_FAST_ACCUM = 17, 18, 25
 PREF_MAX_WORKSPACE_BYTES, PREF_MIN_ALIGNMENT = 1, (5, 6, 7, 8)  # of A, B, C, D
 
@@ -70,24 +71,24 @@ class CublasLt:
         self._library, self._lock = library, threading.Lock()
         self._plans: dict[Hashable, _Plan] = {}
         self._handle = ctypes.c_void_p()
-        self._one = ctypes.c_float(1.0)
+        self._zero, self._one = ctypes.c_float(0.0), ctypes.c_float(1.0)
         self._call("cublasLtCreate", ctypes.byref(self._handle))
 
-    def multiply_add(
+    def multiply(
         self,
         left: Tensor,
         right: Tensor,
         scale_left: Tensor,
         scale_right: Tensor,
         bias: Tensor | None,
-        c: Tensor,
+        c: Tensor | None,
         d: Tensor,
         *,
         fast_accumulation: bool,
         stream: int,
     ) -> None:
         """The formula of this file, written to ``d``, which may be ``c``."""
-        operands, vectors = (right, left, c, d), (scale_right, scale_left, bias)
+        operands, vectors = (right, left, d if c is None else c, d), (scale_right, scale_left, bias)
         key = (
             *((one.shape, one.stride(), one.dtype, _alignment(one)) for one in operands),
             None if bias is None else (bias.dtype, _alignment(bias)),
@@ -104,7 +105,8 @@ class CublasLt:
             self._call(
                 "cublasLtMatmul",
                 *(self._handle, plan.description, ctypes.byref(self._one), a, layout_a, b, layout_b),
-                *(ctypes.byref(self._one), c_, layout_c, d_, layout_d, ctypes.byref(plan.chosen.algo)),
+                *(ctypes.byref(self._zero if c is None else self._one), c_, layout_c, d_, layout_d),
+                ctypes.byref(plan.chosen.algo),
                 *(ctypes.c_void_p(workspace.data_ptr()), ctypes.c_size_t(WORKSPACE_BYTES), ctypes.c_void_p(stream)),
             )
 
@@ -112,13 +114,16 @@ class CublasLt:
         (right, left, c, d), bias = operands, vectors[2]
         description = ctypes.c_void_p()
         self._call("cublasLtMatmulDescCreate", ctypes.byref(description), COMPUTE_32F, DATA_TYPES[torch.float32])
-        self._describe(description, DESC_TRANSA, ctypes.c_int32(OP_T))
+        right_by_k, left_by_k = right.stride(0) == 1, left.stride(1) == 1
+        self._describe(description, DESC_TRANSA, ctypes.c_int32(OP_T if right_by_k else OP_N))
+        self._describe(description, DESC_TRANSB, ctypes.c_int32(OP_N if left_by_k else OP_T))
         self._describe(description, DESC_FAST_ACCUM, ctypes.c_int8(fast_accumulation))
         if bias is not None:
             self._describe(description, DESC_EPILOGUE, ctypes.c_int32(EPILOGUE_BIAS))
             self._describe(description, DESC_BIAS_DATA_TYPE, ctypes.c_int32(DATA_TYPES[bias.dtype]))
         self._point_to(description, vectors)
-        layouts = tuple(self._layout(one) for one in (right.t(), left, c, d))
+        as_rows = (right.t() if right_by_k else right, left if left_by_k else left.t(), c, d)
+        layouts = tuple(self._layout(one) for one in as_rows)
         preference = ctypes.c_void_p()
         self._call("cublasLtMatmulPreferenceCreate", ctypes.byref(preference))
         limits: list[tuple[int, Any]] = [(PREF_MAX_WORKSPACE_BYTES, ctypes.c_uint64(WORKSPACE_BYTES))]
@@ -135,7 +140,8 @@ class CublasLt:
         if not found.value or chosen.state:
             (m, k), n = left.shape, right.shape[1]
             raise CublasLtError(
-                f"cuBLASLt has no kernel for {m}x{n}x{k}, {left.dtype} by {right.dtype}, with {c.dtype} added"
+                f"cuBLASLt has no kernel for {m}x{n}x{k}, {left.dtype} by {right.dtype} to {d.dtype}, strides "
+                f"{tuple(left.stride())} and {tuple(right.stride())}"
             )
         return _Plan(description, layouts, chosen)
 

@@ -73,14 +73,16 @@ class Case:
     rows: int
     inner: int
     outer: int
+    capability: int = 90
 
     def __str__(self) -> str:
-        return f"{self.model.__name__}-{str(self.dtype)[6:]}-{self.rows}x{self.inner}x{self.outer}"
+        sizes = f"{self.rows}x{self.inner}x{self.outer}"
+        return f"{self.model.__name__}-{str(self.dtype)[6:]}-{sizes}-sm_{self.capability}"
 
 
 CASES = [
     Case(SwiGLU, torch.float32, 80, 48, 96),
-    Case(SwiGLU, torch.bfloat16, 64, 32, 64),  # divided by small blocks
+    Case(SwiGLU, torch.bfloat16, 64, 32, 64, capability=100),  # divided by small blocks
     Case(Gelu, torch.bfloat16, 70, 64, 96),
     Case(SharedInput, torch.bfloat16, 72, 48, 80),
 ]
@@ -110,8 +112,9 @@ def trained(case: Case) -> Trained:
     torch.manual_seed(0)
     model = case.model(case.inner, case.outer).to(case.dtype)
     inputs, results = [], []
-    with compiled_for_gpu(LARGE_BLOCKS) as graphs:
-        compiled = torch.compile(model, backend="fp8", options={"recipe": "delayed", "target": "cuda:90"})
+    with compiled_for_gpu(LARGE_BLOCKS, case.capability) as graphs:
+        options = {"recipe": "delayed", "target": f"cuda:{case.capability}"}
+        compiled = torch.compile(model, backend="fp8", options=options)
         for _ in range(3):
             x = (torch.randint(-3, 4, (case.rows, case.inner)) / 8).to(case.dtype)  # sums of squares are exact
             inputs.append((x, torch.randn_like(model(x))))

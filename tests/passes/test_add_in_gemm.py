@@ -49,20 +49,20 @@ def after_pass(graph: fx.Graph) -> tuple[fx.Graph, int]:
 def test_golden_of_a_block_with_a_residual() -> None:
     made = halves(Block())
     graphs = [after_pass(graph)[0] for graph in (made.forward, made.backward)]
-    texts = [render(graph, lambda node: op_name(node) in ("_scaled_mm", "scaled_mm_add")) for graph in graphs]
+    texts = [render(graph, lambda node: op_name(node) in ("_scaled_mm", "cublaslt_mm")) for graph in graphs]
     expecttest.assert_expected_inline("\n".join(texts), """\
 _scaled_mm: bf16[16, 64] = _scaled_mm(to_2, to_5.T, add, add_1, fast_accum)
 _scaled_mm_1: bf16[16, 64] = _scaled_mm(to_2, to_8.T, add, add_2, fast_accum)
-scaled_mm_add: bf16[16, 32] = scaled_mm_add(to_11, to_14.T, add_3, add_4, view_4, None, True)
+cublaslt_mm: bf16[16, 32] = cublaslt_mm(to_11, to_14.T, add_3, add_4, view_4, None, fast_accumulation)
 return view_5, primals_1, primals_3, primals_4, add, to_2, mul_3, add_1, _scaled_mm, mul_6, add_2, _scaled_mm_1,
     mul_10, add_3, mul_13, add_4
 
 _scaled_mm: bf16[32, 64] = _scaled_mm(bitcast_1, bitcast_3.T, add, add_tensor_3)
 _scaled_mm_1: bf16[16, 64] = _scaled_mm(to_2, bitcast_5.T, add, add_tensor_4)
 _scaled_mm_2: bf16[64, 32] = _scaled_mm(bitcast_7, bitcast_9.T, add_1, add_tensor)
-scaled_mm_add: bf16[16, 32] = scaled_mm_add(to_9, bitcast_11.T, add_1, add_tensor_2, view_6, None, False)
+cublaslt_mm: bf16[16, 32] = cublaslt_mm(to_9, bitcast_11.T, add_1, add_tensor_2, view_6, None)
 _scaled_mm_3: bf16[64, 32] = _scaled_mm(bitcast_13, bitcast_9.T, add_2, add_tensor)
-scaled_mm_add_1: bf16[16, 32] = scaled_mm_add(to_14, bitcast_15.T, add_2, add_tensor_1, view_9, None, False)
+cublaslt_mm_1: bf16[16, 32] = cublaslt_mm(to_14, bitcast_15.T, add_2, add_tensor_1, view_9, None)
 return _scaled_mm_3, view_10, _scaled_mm_2, _scaled_mm
 """)
 
@@ -73,7 +73,7 @@ def test_the_residual_and_the_sum_of_its_gradients_are_made_in_gemms(dtype: torc
     made = halves(Block(bias=dtype is torch.bfloat16), dtype=dtype, dynamic=dynamic)
     for graph, expected_changes in ((made.forward, 1), (made.backward, 2)):
         after, changes = after_pass(graph)
-        assert changes == ops(after)["scaled_mm_add"] == expected_changes
+        assert changes == ops(after)["cublaslt_mm"] == expected_changes
         assert ops(after)["_scaled_mm"] == ops(graph)["_scaled_mm"] - changes
         inputs = random_inputs(graph)
         for expected, actual in zip(run(graph, inputs), run(after, inputs), strict=True):
@@ -122,4 +122,4 @@ def test_of_three_gradients_two_gemms_add() -> None:
             return q.sin() * k * v
 
     after, changes = after_pass(halves(Three()).backward)
-    assert changes == ops(after)["scaled_mm_add"] == 2
+    assert changes == ops(after)["cublaslt_mm"] == 2

@@ -1,7 +1,7 @@
 /* A libcublasLt for machines without a GPU: the functions that fp8_compile calls, on host memory, in double precision.
  *
- * It holds callers to what cuBLAS's manual asks of FP8 gemms: the first operand transposed, both with K contiguous, sizes
- * that are multiples of 16, addresses and leading dimensions of 16 bytes, not E5M2 by E5M2, C and D of one type, FP32
+ * It holds callers to what cuBLAS's manual asks of FP8 gemms: both operands with K contiguous unless any_layout is set, as
+ * on compute capability 10, sizes that are multiples of 16, addresses and leading dimensions of 16 bytes, not E5M2 by E5M2, C and D of one type, FP32
  * sums, attributes of the right size. Anything else is CUBLAS_STATUS_NOT_SUPPORTED or CUBLAS_STATUS_INVALID_VALUE.
  * Descriptions are checked again when a product is computed, as the real library does. */
 #include <math.h>
@@ -12,6 +12,7 @@
 enum { SUCCESS = 0, INVALID_VALUE = 7, NOT_SUPPORTED = 15 };
 enum { R_32F = 0, R_16F = 2, R_16BF = 14, E4M3 = 28, E5M2 = 29 };
 enum { LARGEST_ATTRIBUTE = 42 };
+int any_layout = 1;
 static const uint64_t MARK = 0x5ca1ed;
 
 typedef struct { int compute, scale_type; int64_t attributes[LARGEST_ATTRIBUTE]; } Description;
@@ -96,11 +97,13 @@ int cublasLtMatmulPreferenceSetAttribute(void* of, int name, const void* value, 
 static int supported(const Description* d, const Layout* a, const Layout* b, const Layout* c, const Layout* y) {
     const int fp8 = (a->type == E4M3 || a->type == E5M2) && (b->type == E4M3 || b->type == E5M2);
     if (d->compute != 68 || d->scale_type != R_32F || !fp8 || (a->type == E5M2 && b->type == E5M2)) return 0;
-    if (d->attributes[3] != 1 || d->attributes[4] != 0) return 0;
+    const int ta = d->attributes[3] == 1, tb = d->attributes[4] == 1;
+    if (!any_layout && (!ta || tb)) return 0;
     if (!d->attributes[17] || !d->attributes[18]) return 0;
     if (d->attributes[7] && (d->attributes[7] != 4 || !d->attributes[8] || size_of(d->attributes[26]) != 2)) return 0;
-    if (a->rows != b->rows || a->cols != c->rows || b->cols != c->cols || c->type != y->type) return 0;
-    if (c->rows != y->rows || c->cols != y->cols || a->rows % 16 || a->cols % 16) return 0;
+    const uint64_t m = ta ? a->cols : a->rows, k = ta ? a->rows : a->cols, n = tb ? b->rows : b->cols;
+    if (k != (tb ? b->cols : b->rows) || m != c->rows || n != c->cols || c->type != y->type) return 0;
+    if (c->rows != y->rows || c->cols != y->cols || k % 16 || m % 16) return 0;
     const Layout* all[4] = {a, b, c, y};
     for (int i = 0; i < 4; ++i)
         if (all[i]->ld < (int64_t)all[i]->rows || all[i]->ld * size_of(all[i]->type) % 16) return 0;
@@ -127,13 +130,16 @@ int cublasLtMatmul(void* handle, void* description, const float* alpha, const vo
     if (!handle || algo[0] != MARK || stream || !workspace || workspace_size < 1) return INVALID_VALUE;
     if (((uintptr_t)a | (uintptr_t)b | (uintptr_t)c | (uintptr_t)y) % 16) return NOT_SUPPORTED;
     if (!supported(d, la, lb, lc, ly)) return NOT_SUPPORTED;
+    const int ta = d->attributes[3] == 1, tb = d->attributes[4] == 1;
+    const uint64_t depth = ta ? la->rows : la->cols;
     const double scale = (double)*(const float*)d->attributes[17] * *(const float*)d->attributes[18] * *alpha;
     for (uint64_t j = 0; j < lc->cols; ++j)
         for (uint64_t i = 0; i < lc->rows; ++i) {
             double sum = 0;
-            for (uint64_t k = 0; k < la->rows; ++k)
-                sum += (double)decode(a, la->type, i * la->ld + k) * decode(b, lb->type, j * lb->ld + k);
-            sum = sum * scale + *beta * decode(c, lc->type, j * lc->ld + i);
+            for (uint64_t k = 0; k < depth; ++k)
+                sum += (double)decode(a, la->type, ta ? i * la->ld + k : k * la->ld + i) *
+                       decode(b, lb->type, tb ? k * lb->ld + j : j * lb->ld + k);
+            sum = sum * scale + (*beta ? *beta * decode(c, lc->type, j * lc->ld + i) : 0);
             if (d->attributes[7]) sum += decode((const void*)d->attributes[8], (int)d->attributes[26], i);
             encode(y, ly->type, j * ly->ld + i, sum);
         }

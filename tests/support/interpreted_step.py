@@ -46,7 +46,7 @@ from torch._inductor.virtualized import V
 from torch.fx.node import map_aggregate
 from triton.runtime import interpreter
 
-from fp8_compile.kernels.gpu import scaled_mm_add
+from fp8_compile.kernels.gpu import cublaslt_mm
 from fp8_compile.passes.add_in_gemm import AddInGemm
 
 GUARD = 1 << 16  # bytes on each side of a buffer: a block without a mask would not reach beyond
@@ -77,16 +77,18 @@ class GeneratedGraph:
     source: str
     is_backward: bool
     graph: fx.GraphModule
+    capability: int
     calls: list[list[Any]] = dataclasses.field(default_factory=list)  # copies of the inputs of each call
 
     def run(self, inputs: Sequence[Any], blocks: Blocks) -> list[Any]:
         """Execute the source; inputs that it writes to are changed."""
         with contextlib.ExitStack() as stack:
             memory = GuardedMemory()
+            checked = functools.partial(_checked_cublaslt_mm, self.capability // 10 == 10, cublaslt_mm.reference)
             stack.enter_context(_interpreter_as_we_need_it(self._kernels, blocks))
             stack.enter_context(mock.patch.object(torch.cuda, "_DeviceGuard", contextlib.nullcontext))
             stack.enter_context(mock.patch.object(torch.cuda, "set_device", lambda device: None))
-            stack.enter_context(mock.patch.object(scaled_mm_add, "reference", _checked_gemm_and_sum))
+            stack.enter_context(mock.patch.object(cublaslt_mm, "reference", checked))
             launched = {name: _Launched(kernel.heuristics, blocks) for name, kernel in self._kernels.items()}
             call = _execute(self.source, launched, memory.empty_strided)["call"]
             outputs = list(call(list(inputs)))
@@ -125,13 +127,13 @@ class _BetweenMemoryAndMemory(fx.Interpreter):
 
     def fetch_args_kwargs_from_env(self, node: fx.Node) -> Any:
         args, kwargs = super().fetch_args_kwargs_from_env(node)
-        if node.target is scaled_mm_add.scaled_mm_add_op:
+        if node.target is cublaslt_mm.cublaslt_mm_op:
             pairs = zip(args, node.args)
             args = tuple(one.to(of.meta["val"].dtype) if isinstance(one, Tensor) else one for one, of in pairs)
         return args, kwargs
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if target in (torch.ops.aten._scaled_mm.default, scaled_mm_add.scaled_mm_add_op):
+        if target in (torch.ops.aten._scaled_mm.default, cublaslt_mm.cublaslt_mm_op):
             return super().call_function(target, args, kwargs)
         args = map_aggregate(args, _wide)
         if target is torch.ops.prims.convert_element_type.default and args[1] is torch.bfloat16:
@@ -166,7 +168,7 @@ def compiled_for_gpu(blocks: Blocks, capability: int = 90) -> Iterator[list[Gene
         def compile_to_module(graph: GraphLowering) -> types.SimpleNamespace:
             with V.set_graph_handler(graph):
                 code, _ = graph.codegen()
-            graphs.append(GeneratedGraph(code.value, bool(graph.is_backward), reference))
+            graphs.append(GeneratedGraph(code.value, bool(graph.is_backward), reference, capability))
             return types.SimpleNamespace(call=functools.partial(_call, graphs[-1], blocks), runner=None, __file__="")
 
         with mock.patch.object(GraphLowering, "compile_to_module", compile_to_module):
@@ -274,19 +276,20 @@ class _ExternKernels:
         out.copy_(torch._scaled_mm(left, right, *scales_and_bias, **options))
 
 
-def _checked_gemm_and_sum(given: scaled_mm_add.Operands, reference: Any = scaled_mm_add.reference) -> Tensor:
-    _check_gemm(given.left, given.right, (given.scale_left, given.scale_right))
-    assert given.added.stride(1) == 1 and given.added.stride(0) % 8 == 0 and given.added.data_ptr() % 16 == 0
+def _checked_cublaslt_mm(any_layout: bool, reference: Any, given: cublaslt_mm.Operands) -> Tensor:
+    _check_gemm(given.left, given.right, (given.scale_left, given.scale_right), any_layout=any_layout)
+    if (added := given.added) is not None:
+        assert added.stride(1) == 1 and added.stride(0) % 8 == 0 and added.data_ptr() % 16 == 0
     return reference(given)
 
 
-def _check_gemm(left: Tensor, right: Tensor, scales: Sequence[Tensor]) -> None:
+def _check_gemm(left: Tensor, right: Tensor, scales: Sequence[Tensor], *, any_layout: bool = False) -> None:
     """What cuBLASLt asks of the operands."""
-    left_step, right_step, k = left.stride(0), right.stride(1), left.shape[1]
-    assert left.stride(1) == 1 and left_step >= k and left_step % 16 == 0, "not row-major"
-    assert right.stride(0) == 1 and right_step >= k and right_step % 16 == 0, "not column-major"
-    assert k % 16 == 0 and right.shape[1] % 16 == 0, "not multiples of 16"
-    assert left.data_ptr() % 16 == right.data_ptr() % 16 == 0, "not aligned"
+    for side, k_dim in ((left, 1), (right, 0)):
+        dense = k_dim if side.stride(k_dim) == 1 or not any_layout else 1 - k_dim
+        assert side.stride(dense) == 1 and side.stride(1 - dense) >= side.shape[dense], "no dimension is contiguous"
+        assert side.stride(1 - dense) % 16 == side.data_ptr() % 16 == 0, "not aligned"
+    assert left.shape[1] % 16 == 0 and right.shape[1] % 16 == 0, "not multiples of 16"
     assert not left.dtype == right.dtype == torch.float8_e5m2, "E5M2 by E5M2"
     assert all(one.dtype is torch.float32 and one.numel() == 1 for one in scales), "not one scale each"
 

@@ -1,4 +1,4 @@
-"""The gemm that adds, against FP64, through a stand-in for cuBLASLt that holds us to its manual."""
+"""The gemm that adds and reads any layout, against FP64, by a stand-in for cuBLASLt that holds us to its manual."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sysconfig
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,9 +16,9 @@ from torch import Tensor
 from torch._inductor import config as inductor_config
 from torch._inductor.utils import fresh_cache
 
-from fp8_compile.kernels.gpu import cublaslt, scaled_mm_add
+from fp8_compile.kernels.gpu import cublaslt, cublaslt_mm
 from fp8_compile.kernels.gpu.cublaslt import CublasLt, CublasLtError
-from fp8_compile.kernels.gpu.scaled_mm_add import Operands, check, in_one_step, reference, scaled_mm_add_op
+from fp8_compile.kernels.gpu.cublaslt_mm import Operands, by_cublaslt, check, cublaslt_mm_op, reference
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 STAND_IN = pathlib.Path(__file__).parents[2] / "support" / "cublaslt_stand_in.c"
@@ -42,25 +43,34 @@ def operands(
     dtype: torch.dtype = torch.bfloat16,
     bias: bool = False,
     fast: bool = False,
+    added: bool = True,
+    lies: str = "KK",
 ) -> Operands:
+    """``lies``: the dimension that is contiguous in each operand."""
     torch.manual_seed(m + n + k)
     left, right = torch.randn(m, k).to(formats[0]), torch.randn(n, k).to(formats[1]).t()
-    added = torch.randn(m, n).to(dtype)
+    left = left if lies[0] == "K" else left.t().contiguous().t()
+    right = right if lies[1] == "K" else right.contiguous()
+    c = torch.randn(m, n).to(dtype) if added else None
     offset = torch.randn(n).to(torch.bfloat16) if bias else None
-    return Operands(left, right, torch.tensor(0.3), torch.tensor([[1.7]]), added, offset, fast)
+    return Operands(left, right, torch.tensor(0.3), torch.tensor([[1.7]]), c, offset, dtype, fast)
+
+
+def empty(given: Operands) -> Tensor:
+    return torch.empty(given.left.shape[0], given.right.shape[1], dtype=given.out_dtype)
 
 
 def exact(given: Operands) -> Tensor:
     product = given.left.double() @ given.right.double() * given.scale_left.double() * given.scale_right.double()
-    return product + given.added.double() + (0 if given.bias is None else given.bias.double())
+    return product + sum(one.double() for one in (given.added, given.bias) if one is not None)
 
 
 def assert_rounded_once(actual: Tensor, given: Operands) -> None:
     """Within half a step of the dtype, and what FP32 sums of these magnitudes lose."""
     expected = exact(given)
-    size = (given.left.double().abs() @ given.right.double().abs()).max() * 0.51 + given.added.double().abs().max() + 4
+    size = (given.left.double().abs() @ given.right.double().abs()).max() * 0.51 + 16
     budget = HALF_A_STEP[actual.dtype] * expected.abs() + 2**-22 * size
-    assert actual.dtype == given.added.dtype
+    assert actual.dtype == given.out_dtype
     assert ((actual.double() - expected).abs() <= budget).all()
 
 
@@ -73,30 +83,44 @@ CASES = [
     dict(bias=True),
     dict(m=1, n=16, k=16),
     dict(m=17, n=48, k=160, bias=True),
+    dict(added=False),
+    dict(added=False, bias=True, dtype=torch.float16),
+    dict(lies="MN"),
+    dict(lies="KN", added=False, formats=(E5M2, E4M3)),
+    dict(lies="MK", bias=True),
 ]
+
+
+@pytest.fixture(autouse=True)
+def any_layout(library: CublasLt) -> Iterator[ctypes.c_int]:
+    """What the stand-in's GPU can do: 1, read any layout, as compute capability 10 does; 0, as others."""
+    flag = ctypes.c_int.in_dll(library._library, "any_layout")
+    flag.value = 1
+    yield flag
+    flag.value = 1
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_result_is_the_exact_sum_rounded_once(library: CublasLt, case: dict) -> None:
     given = operands(**case)
-    y = torch.empty_like(given.added)
-    in_one_step(library, given, y)
+    y = empty(given)
+    by_cublaslt(library, given, y)
     assert_rounded_once(y, given)
     assert_rounded_once(reference(given), given)
-    assert_rounded_once(scaled_mm_add_op(*given), given)
-    torch.library.opcheck(scaled_mm_add_op, tuple(given), test_utils="test_faketensor")
+    assert_rounded_once(cublaslt_mm_op(*given), given)
+    torch.library.opcheck(cublaslt_mm_op, tuple(given), test_utils="test_faketensor")
 
 
 @pytest.mark.parametrize("cpp_wrapper", [False, True])
-def test_inductor_calls_it_with_and_without_a_bias(cpp_wrapper: bool) -> None:
-    given, with_bias = operands(), operands(bias=True)
+def test_inductor_calls_it_with_and_without_a_bias_and_a_sum(cpp_wrapper: bool) -> None:
+    all_given = [operands(), operands(bias=True), operands(added=False, lies="MN"), operands(added=False, bias=True)]
 
-    def both(one: Operands, other: Operands) -> tuple[Tensor, Tensor]:
-        return scaled_mm_add_op(*one) + 1, scaled_mm_add_op(*other)
+    def multiply(all_given: list[Operands]) -> list[Tensor]:
+        return [cublaslt_mm_op(*given) + 1 for given in all_given]
 
     with fresh_cache(), inductor_config.patch(cpp_wrapper=cpp_wrapper):
-        results = torch.compile(both, fullgraph=True)(given, with_bias)
-    for actual, expected in zip(results, both(given, with_bias), strict=True):
+        results = torch.compile(multiply, fullgraph=True)(all_given)
+    for actual, expected in zip(results, multiply(all_given), strict=True):
         torch.testing.assert_close(actual, expected)
 
 
@@ -108,7 +132,7 @@ def test_rows_with_gaps_between_them_and_a_result_that_replaces_what_is_added(li
     wide[:, :32] = given.added
     expected = exact(given)
     given = given._replace(left=padded[:, :64], added=wide[:, :32])
-    in_one_step(library, given, given.added)
+    by_cublaslt(library, given, given.added)
     torch.testing.assert_close(given.added.double(), expected, rtol=2**-8, atol=1e-5)
     assert not wide[:, 32:].any()
 
@@ -119,8 +143,8 @@ def test_one_description_serves_other_addresses_of_the_same_shape(library: Cubla
         one.copy_(one.flip(0))
     second = second._replace(scale_left=torch.tensor(3.0), bias=second.bias + 1)
     for given in (first, second, first):
-        y = torch.empty_like(given.added)
-        in_one_step(library, given, y)
+        y = empty(given)
+        by_cublaslt(library, given, y)
         assert_rounded_once(y, given)
 
 
@@ -130,21 +154,31 @@ def test_a_nan_reaches_the_result(library: CublasLt, name: str) -> None:
     bad = getattr(given, name).clone()
     bad.view(-1)[0] = torch.nan
     given = given._replace(**{name: bad})
-    y = torch.empty_like(given.added)
-    in_one_step(library, given, y)
+    y = empty(given)
+    by_cublaslt(library, given, y)
     assert y.isnan().any() and torch.equal(y.isnan(), exact(given).isnan()) and reference(given).isnan().any()
 
 
 def test_no_rows_are_no_call(library: CublasLt) -> None:
     given = operands(m=0)
-    in_one_step(library, given, torch.empty_like(given.added))
-    assert scaled_mm_add_op(*given).shape == (0, 32)
+    by_cublaslt(library, given, empty(given))
+    assert cublaslt_mm_op(*given).shape == (0, 32)
 
 
 def test_what_the_library_cannot_do_is_an_error_that_says_what(library: CublasLt) -> None:
     given = operands(formats=(E5M2, E5M2))
     with pytest.raises(CublasLtError, match="cublasLtMatmulAlgoGetHeuristic failed with status 15"):
-        in_one_step(library, given, torch.empty_like(given.added))
+        by_cublaslt(library, given, empty(given))
+
+
+def test_a_gpu_that_reads_k_contiguous_operands_only_says_no_to_others(
+    library: CublasLt, any_layout: ctypes.c_int
+) -> None:
+    any_layout.value = 0
+    by_cublaslt(library, operands(k=80), empty(operands(k=80)))
+    given = operands(k=80, lies="MN")
+    with pytest.raises(CublasLtError, match="status 15"):
+        by_cublaslt(library, given, empty(given))
 
 
 def test_a_library_that_computes_wrongly_is_found_out_before_it_is_used(
@@ -158,15 +192,15 @@ def test_a_library_that_computes_wrongly_is_found_out_before_it_is_used(
 
 def test_without_the_library_a_warning_says_what_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "0.0")
-    with pytest.warns(UserWarning, match="cuda:7: FP8 gemms add residuals in a step of their own.*libcublasLt.so.0"):
-        assert scaled_mm_add.library_of(7) is None
-    scaled_mm_add.library_of.cache_clear()
+    with pytest.warns(UserWarning, match="cuda:7: FP8 gemms copy operands and add residuals.*libcublasLt.so.0"):
+        assert cublaslt_mm.library_of(7) is None
+    cublaslt_mm.library_of.cache_clear()
 
 
 def test_two_steps_give_the_sum_of_the_rounded_product() -> None:
     given = operands(dtype=torch.float32)
-    y = torch.empty_like(given.added)
-    scaled_mm_add.in_two_steps(given, y)
+    y = empty(given)
+    cublaslt_mm.by_torch(given, y)
     torch.testing.assert_close(y.double(), exact(given), rtol=1e-5, atol=1e-4)
 
 

@@ -1,0 +1,183 @@
+"""The FP8 gemm of NVIDIA's own library, as an operation of a graph: it adds a matrix to its product, and reads operands
+in any layout on GPUs that can (compute capability 10.x).
+
+    y = left @ right * scale_left * scale_right + bias + added
+
+left: [M, K], right: [K, N] fp8; scale_left, scale_right: one fp32 each; bias: [N]; added: [M, N] -> y: [M, N] in
+``out_dtype``, which is that of ``added``. Only the result is rounded.
+
+A residual, or the sum of the gradients of a tensor that several layers read, costs a pass over memory where it is an
+addition of its own: the product is written, read back, and the sum written. cuBLASLt reads ``added`` while it writes.
+``torch._scaled_mm`` has no argument for it, and insists on operands with K contiguous while it is traced.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import warnings
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._inductor import ir
+from torch._inductor.lowering import (
+    add_layout_constraint,
+    constrain_to_fx_strides,
+    fallback_handler,
+    register_lowering,
+)
+from torch._inductor.virtualized import V
+
+from ..scaled_mm import scaled_mm
+from .cublaslt import CublasLt, CublasLtError
+
+PROBE_SIZE = 64
+
+
+class Operands(NamedTuple):
+    """What the operation takes, in the order in which it takes them."""
+
+    left: Tensor
+    right: Tensor
+    scale_left: Tensor
+    scale_right: Tensor
+    added: Tensor | None
+    bias: Tensor | None
+    out_dtype: torch.dtype
+    fast_accumulation: bool = False
+
+
+def reference(given: Operands) -> Tensor:
+    """The formula above in plain PyTorch."""
+    scales = (given.scale_left.view(1, 1), given.scale_right.view(1, 1))
+    product = scaled_mm(given.left, given.right, *scales, given.bias, torch.float32)
+    return (product if given.added is None else product + given.added).to(given.out_dtype)
+
+
+def by_cublaslt(library: CublasLt, given: Operands, y: Tensor) -> None:
+    """The formula with cuBLASLt, on the current stream."""
+    if y.numel():
+        library.multiply(
+            *(given.left, given.right, given.scale_left, given.scale_right, given.bias, given.added, y),
+            fast_accumulation=given.fast_accumulation,
+            stream=torch.cuda.current_stream(y.device).cuda_stream if y.is_cuda else 0,
+        )
+
+
+def by_torch(given: Operands, y: Tensor) -> None:
+    """The formula with torch's own gemm: copies with K contiguous where they are not, a result that is rounded before
+    the addition."""
+    left = given.left if given.left.stride(1) == 1 else given.left.contiguous()
+    right = given.right if given.right.stride(0) == 1 else given.right.t().contiguous().t()
+    torch._scaled_mm(
+        *(left, right, given.scale_left.view(1, 1), given.scale_right.view(1, 1)),
+        bias=given.bias,
+        out_dtype=y.dtype,
+        use_fast_accum=given.fast_accumulation,
+        out=y,
+    )
+    if given.added is not None:
+        y.add_(given.added)
+
+
+@functools.cache
+def library_of(device: int) -> CublasLt | None:
+    """cuBLASLt on a device, once a small gemm there gave what torch's own gives; a warning says why not."""
+    try:
+        library = CublasLt(ctypes.CDLL(f"libcublasLt.so.{(torch.version.cuda or '').partition('.')[0]}"))
+        check(library, torch.device("cuda", device))
+        return library
+    except (OSError, CublasLtError) as error:
+        _warn(f"cuda:{device}", error)
+        return None
+
+
+def _warn(where: str, error: Exception) -> None:
+    warnings.warn(
+        f"{where}: FP8 gemms copy operands and add residuals in steps of their own, which costs passes over memory, "
+        f"because cuBLASLt could not be used directly: {error}",
+        stacklevel=2,
+    )
+
+
+def check(library: CublasLt, device: torch.device) -> None:
+    """Compute a small gemm whose numbers are exact in bf16; ``CublasLtError`` if one of them is wrong."""
+    numbers = torch.arange(PROBE_SIZE * PROBE_SIZE, device=device).view(PROBE_SIZE, PROBE_SIZE)
+    left, right = ((numbers % prime == 0).to(torch.float8_e4m3fn) for prime in (7, 5))
+    scales = (torch.tensor(0.5, device=device), torch.tensor(2.0, device=device))
+    given = Operands(left, right.t(), *scales, (numbers % 11).to(torch.bfloat16), None, torch.bfloat16)
+    got, expected = torch.empty(numbers.shape, dtype=torch.bfloat16, device=device), reference(given)
+    by_cublaslt(library, given, got)
+    if not torch.equal(got, expected):
+        raise CublasLtError("the result of a small gemm was wrong")
+
+
+def _write(*arguments: Any, out: Tensor, **options: Any) -> Tensor:
+    given = Operands(*arguments, **options)
+    if not out.is_cuda:
+        return out.copy_(reference(given))
+    library = library_of(out.device.index)
+    if library is not None:
+        try:
+            by_cublaslt(library, given, out)
+            return out
+        except CublasLtError as error:  # a shape that it has no kernel for
+            _warn(str(tuple(out.shape)), error)
+    by_torch(given, out)
+    return out
+
+
+def _compute(*arguments: Any, **options: Any) -> Tensor:
+    return _write(*arguments, **options, out=_new(*arguments, **options))
+
+
+def _new(*arguments: Any, **options: Any) -> Tensor:
+    given = Operands(*arguments, **options)
+    return given.left.new_empty((given.left.shape[0], given.right.shape[1]), dtype=given.out_dtype)
+
+
+_ARGUMENTS = (
+    "Tensor left, Tensor right, Tensor scale_left, Tensor scale_right, Tensor? added, Tensor? bias, "
+    "ScalarType out_dtype, bool fast_accumulation=False"
+)
+_library = torch.library.Library("fp8_compile", "FRAGMENT")
+_library.define(f"cublaslt_mm({_ARGUMENTS}) -> Tensor")
+_library.define(f"cublaslt_mm.out({_ARGUMENTS}, *, Tensor(a!) out) -> Tensor(a!)")
+_library.impl("cublaslt_mm", _compute, "CompositeExplicitAutograd")
+_library.impl("cublaslt_mm.out", _write, "CompositeExplicitAutograd")
+torch.library.register_fake("fp8_compile::cublaslt_mm", _new, lib=_library)
+cublaslt_mm_op = torch.ops.fp8_compile.cublaslt_mm.default
+
+
+
+def _in_memory_as_in_the_graph(fx_node, *args, **kwargs):  # type: ignore[no-untyped-def]
+    """A tensor goes to memory once, for all that read it: of a permuted one Inductor would store a second copy."""
+    for arg in args:
+        if isinstance(arg, ir.TensorBox):
+            arg.data.unwrap_view().realize() if isinstance(arg.data, ir.BaseView) else arg.realize()
+    return constrain_to_fx_strides(fx_node, *args, **kwargs)
+
+
+add_layout_constraint(cublaslt_mm_op, _in_memory_as_in_the_graph)
+_fallback = fallback_handler(cublaslt_mm_op, add_to_fallback_set=False)
+
+
+@register_lowering(cublaslt_mm_op, type_promotion_kind=None)
+def _lowering(  # type: ignore[no-untyped-def]
+    left, right, scale_left, scale_right, added, bias, out_dtype, fast_accumulation=False
+):
+    given = (left, right, scale_left, scale_right, added, bias)
+    # C++ knows no name to call it by, and asks Python; Inductor writes tensors first, then what is not one.
+    if V.graph.cpp_wrapper or (added is None and bias is not None):
+        return _fallback(*given, out_dtype, fast_accumulation)
+    tensors = [one for one in given if one is not None]
+    node = ir.ExternKernelOut(
+        layout=ir.FixedLayout(left.get_device(), out_dtype, [left.get_size()[0], right.get_size()[1]]),
+        inputs=[ir.ExternKernel.realize_input(tensor) for tensor in tensors],
+        constant_args=[None] * (len(given) - len(tensors)),
+        kwargs={"out_dtype": out_dtype, "fast_accumulation": fast_accumulation},
+        python_kernel_name="torch.ops.fp8_compile.cublaslt_mm.out",
+        op_overload=torch.ops.fp8_compile.cublaslt_mm.out,
+    )
+    return ir.TensorBox.create(node)
