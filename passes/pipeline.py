@@ -20,9 +20,11 @@ from .find_matmuls import Names, is_backward
 from .flag_overflow_in_place import FlagOverflowInPlace
 from .fuse_delayed_quantizes import FuseDelayedQuantizes
 from .graph_pass import GraphPass
+from .launch_quantizes import LaunchQuantizes
 from .lower_quantizes import LowerQuantizes
 from .lower_scaled_mm_cpu import LowerScaledMmForCpu
 from .multiply_packed import MultiplyPacked
+from .pair_quantizes import PairQuantizes
 from .record_amaxes import RecordAmaxes
 from .relayout_bytes import RelayoutBytes
 from .rewrite_matmuls import RewriteMatmuls
@@ -93,7 +95,7 @@ class Pipeline(CustomGraphPass):
 
 class JointPipeline(Pipeline):
     """multiply packed weights, where there are any -> find matmuls, decide, rewrite -> share quantizes -> use cached
-    weights -> delay scales -> lower quantizes -> scale the loss -> lower for the target."""
+    weights -> delay scales -> pair quantizes -> lower quantizes -> scale the loss -> lower for the target."""
 
     def __init__(
         self,
@@ -112,7 +114,8 @@ class JointPipeline(Pipeline):
         self.rewrite = RewriteMatmuls(rules, names, strict=strict)
         self.ran = False
         with_state = [*([UseWeightCache(weights)] if weights else []), *([delay] if delay else [])]
-        passes: list[GraphPass] = [self.rewrite, ShareQuantizes(), *with_state, LowerQuantizes()]
+        on_gpu = [PairQuantizes()] if rules.target != "cpu" else []
+        passes: list[GraphPass] = [self.rewrite, ShareQuantizes(), *with_state, *on_gpu, LowerQuantizes()]
         if record:  # nothing is rewritten yet
             passes = [record]
         if scale_loss:
@@ -139,7 +142,7 @@ class SplitPipeline(Pipeline):
     """What is better done when it is known which tensors are saved for backward."""
 
     def __init__(self, rules: Rules, key: str, observer: Observer | None = None) -> None:
-        on_cpu, on_gpu = [CallCpuKernels(), FuseDelayedQuantizes()], [RelayoutBytes(), FlagOverflowInPlace()]
+        on_cpu, on_gpu = [CallCpuKernels(), FuseDelayedQuantizes()], [LaunchQuantizes(), RelayoutBytes(), FlagOverflowInPlace()]
         super().__init__([*(on_cpu if rules.target == "cpu" else on_gpu), UpdateInPlace()], key, observer)
 
     def phase(self, graph: fx.Graph) -> str:

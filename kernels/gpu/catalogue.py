@@ -91,7 +91,7 @@ def _quantize_rows(fits: bool) -> Entry:
 
 
 def _row_column_amax() -> Entry:
-    types = {"x_ptr": "*bf16", "bits_ptr": "*i32", "first": "i32"}
+    types = {"x_ptr": "*bf16", "bits_ptr": "*i32"}
     constants = {**quantize_rows.tile_constants(), **CONTIGUOUS}
     kernel = quantize_rows.row_column_amax_kernel
     return Entry(kernel, types | SHAPE, constants, quantize_rows.TILE_WARPS, False, False)
@@ -99,7 +99,7 @@ def _row_column_amax() -> Entry:
 
 def _cast_rows_columns() -> Entry:
     types = {"x_ptr": "*bf16", "bits_ptr": "*i32", "q_ptr": "*fp8", "q_t_ptr": "*fp8"}
-    types |= {"dequant_ptr": "*fp32", "dequant_t_ptr": "*fp32", "first": "i32"}
+    types |= {"dequant_ptr": "*fp32", "dequant_t_ptr": "*fp32"}
     constants = {"LARGEST": 448.0, **quantize_rows.tile_constants(), **CONTIGUOUS}
     return Entry(quantize_rows.cast_rows_columns_kernel, types | PADDED, constants, quantize_rows.TILE_WARPS)
 

@@ -77,7 +77,6 @@ def quantize_rows_kernel(
 def row_column_amax_kernel(
     x_ptr,
     bits_ptr,
-    first,
     rows,
     cols,
     row_stride,
@@ -86,8 +85,7 @@ def row_column_amax_kernel(
     ALONG_ROWS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Raise the amaxes of rows [R] and of columns [C] behind them: int32 bits that start at 0, from ``first`` on. One
-    tile a program."""
+    """Raise the amaxes of rows [R] and of columns [C] behind them: int32 bits that start at 0. One tile a program."""
     tiles_across = tl.cdiv(cols, TILE)
     r = (tl.program_id(0) // tiles_across) * TILE + tl.arange(0, TILE)
     c = (tl.program_id(0) % tiles_across) * TILE + tl.arange(0, TILE)
@@ -95,8 +93,8 @@ def row_column_amax_kernel(
     at = x_ptr + r.to(tl.int64)[:, None] * row_stride + c.to(tl.int64)[None, :] * col_stride
     bits = magnitude_bits(loaded(tl.load(at, mask=inside, other=0.0), VIA))
     if ALONG_ROWS:
-        tl.atomic_max(bits_ptr + first + r, tl.max(bits, axis=1), mask=r < rows, sem="relaxed")
-    tl.atomic_max(bits_ptr + first + rows + c, tl.max(bits, axis=0), mask=c < cols, sem="relaxed")
+        tl.atomic_max(bits_ptr + r, tl.max(bits, axis=1), mask=r < rows, sem="relaxed")
+    tl.atomic_max(bits_ptr + rows + c, tl.max(bits, axis=0), mask=c < cols, sem="relaxed")
 
 
 @triton.jit
@@ -107,7 +105,6 @@ def cast_rows_columns_kernel(
     q_t_ptr,
     dequant_ptr,
     dequant_t_ptr,
-    first,
     rows,
     cols,
     row_stride,
@@ -129,12 +126,12 @@ def cast_rows_columns_kernel(
     x = loaded(x, VIA)
     # FP8 goes out through an integer view: Triton may miscompile transposed FP8 stores (triton#11111).
     if ALONG_ROWS:
-        row_scale, dequant = scales_of(tl.load(bits_ptr + first + r, mask=r < rows, other=0), LARGEST)
+        row_scale, dequant = scales_of(tl.load(bits_ptr + r, mask=r < rows, other=0), LARGEST)
         tl.store(dequant_ptr + r, dequant, mask=(r < rows) & (across == 0))
         codes = saturated(x, row_scale[:, None], LARGEST).to(q_ptr.dtype.element_ty).to(tl.uint8, bitcast=True)
         q_bytes = q_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
         tl.store(q_bytes + wide_r[:, None] * cols + c[None, :], codes, mask=inside)
-    column_scale, dequant_t = scales_of(tl.load(bits_ptr + first + rows + c, mask=c < cols, other=0), LARGEST)
+    column_scale, dequant_t = scales_of(tl.load(bits_ptr + rows + c, mask=c < cols, other=0), LARGEST)
     tl.store(dequant_t_ptr + c, dequant_t, mask=(c < cols) & (down == 0))
     codes_t = saturated(x, column_scale[None, :], LARGEST).to(q_ptr.dtype.element_ty).to(tl.uint8, bitcast=True)
     codes_t = tl.where(inside, codes_t, 0)  # beyond the rows, where a scale that is NaN would make NaN of zero
@@ -175,10 +172,10 @@ def quantize_rows_columns(
     programs, *sizes, padded = tile_sizes(x, multiple)
     bits = torch.zeros(sum(x.shape), dtype=torch.int32, device=x.device)
     constants = tile_constants(via, along_rows)
-    row_column_amax_kernel[(programs,)](x, bits, 0, *sizes, **constants, num_warps=TILE_WARPS)
+    row_column_amax_kernel[(programs,)](x, bits, *sizes, **constants, num_warps=TILE_WARPS)
     outputs, largest = (q, q_t, dequant, dequant_t), format_of(dtype).max
     cast_rows_columns_kernel[(programs,)](
-        x, bits, *outputs, 0, *sizes, padded, LARGEST=largest, **constants, num_warps=TILE_WARPS
+        x, bits, *outputs, *sizes, padded, LARGEST=largest, **constants, num_warps=TILE_WARPS
     )
     return results
 
