@@ -18,6 +18,7 @@ from .decide import Rules
 from .delay_scales import DelayScales
 from .find_matmuls import Names, is_backward
 from .flag_overflow_in_place import FlagOverflowInPlace
+from .fuse_casts import FuseCasts
 from .fuse_delayed_quantizes import FuseDelayedQuantizes
 from .graph_pass import GraphPass
 from .launch_quantizes import LaunchQuantizes
@@ -142,7 +143,7 @@ class SplitPipeline(Pipeline):
     """What is better done when it is known which tensors are saved for backward."""
 
     def __init__(self, rules: Rules, key: str, observer: Observer | None = None) -> None:
-        on_cpu, on_gpu = [CallCpuKernels(), FuseDelayedQuantizes()], [LaunchQuantizes(), RelayoutBytes(), FlagOverflowInPlace()]
+        on_cpu, on_gpu = [CallCpuKernels(), FuseDelayedQuantizes()], [LaunchQuantizes(), FuseCasts(), RelayoutBytes(), FlagOverflowInPlace()]
         super().__init__([*(on_cpu if rules.target == "cpu" else on_gpu), UpdateInPlace()], key, observer)
 
     def phase(self, graph: fx.Graph) -> str:
