@@ -4,9 +4,9 @@
 
 F is the largest value of the format, (r, c) the ``block``; see ``quantize.py``.
 
-Inductor writes the kernel, fused with whatever computes x. It stops inlining where an expression has more than a hundred
-operations, and stores what it has by then. In a chain of plain ops that may be the scaled value, four bytes an element;
-after a single op it is q.
+Inductor writes the kernel, fused with whatever computes x. It stops inlining where an expression has more than a
+hundred operations, and stores what it has by then. In a chain of plain ops that may be the scaled value, four bytes an
+element; after a single op it is q.
 """
 
 from __future__ import annotations

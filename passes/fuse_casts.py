@@ -23,13 +23,20 @@ class FuseCasts(GraphPass):
     """
 
     def run(self, graph: fx.Graph) -> PassReport:
-        casts = [node for node in graph.nodes if _is_ours(node) and value(node).dtype in BY_DTYPE]
-        for node in casts:
+        changed = 0
+        for node in [node for node in graph.nodes if _is_ours(node) and value(node).dtype in BY_DTYPE]:
+            product = node
+            while _is_ours(product) and product.target is not aten.mul.Tensor:
+                product = product.args[0]
+            if not _is_ours(product):
+                continue  # forward saved a value from the middle
+            inputs = map(_behind_marks, product.args)
             with graph.inserting_before(node):
-                x, scale = _inputs(node)
-                node.replace_all_uses_with(emit(graph, cast_blocks_op, x, scale, *node.meta["fp8_arguments"], like=node))
+                q = emit(graph, cast_blocks_op, *inputs, *node.meta["fp8_arguments"], like=node)
+            node.replace_all_uses_with(q)
             graph.erase_node(node)
-        return PassReport(len(casts), "casts made one operation")
+            changed += 1
+        return PassReport(changed, "casts made one operation")
 
 
 def _is_ours(node: fx.Node) -> bool:
@@ -37,14 +44,8 @@ def _is_ours(node: fx.Node) -> bool:
     return mine and isinstance(value(node), torch.Tensor)
 
 
-def _inputs(q: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """x and quant_scale, a scale a block."""
-    node = q
-    while node.target is not aten.mul.Tensor:
-        node = node.args[0]  # type: ignore[assignment]
-    x, scale = node.args
-    while _is_ours(x):
-        x = x.args[0]
-    while _is_ours(scale):
-        scale = scale.args[0]
-    return x, scale
+def _behind_marks(node: fx.Node) -> fx.Node:
+    """x before its cast to FP32, or the scales before they are spread over their blocks."""
+    while _is_ours(node):
+        node = node.args[0]
+    return node

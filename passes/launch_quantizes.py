@@ -7,7 +7,7 @@ from torch import fx
 
 from fp8_compile.kernels.formats import format_of
 from fp8_compile.kernels.quantize import WHOLE
-from fp8_compile.kernels.quantize_both import DEQUANT, DEQUANT_T, Q, Q_T, empty_results, quantize_both_op
+from fp8_compile.kernels.quantize_both import DEQUANT, DEQUANT_T, Q_T, Q, empty_results, quantize_both_op
 
 from .emit import call_triton, emit, first_call, getitem, inline, value
 from .graph_pass import GraphPass, PassReport

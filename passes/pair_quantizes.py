@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from fp8_compile.kernels.quantize import WHOLE, quantize_op
-from fp8_compile.kernels.quantize_both import DEQUANT, DEQUANT_T, Q, Q_T, quantize_both_op
+from fp8_compile.kernels.quantize_both import DEQUANT, DEQUANT_T, Q_T, Q, quantize_both_op
 
 from .emit import GEMM, emit, getitem, value
 from .graph_pass import GraphPass, PassReport

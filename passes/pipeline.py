@@ -115,8 +115,8 @@ class JointPipeline(Pipeline):
         self.rewrite = RewriteMatmuls(rules, names, strict=strict)
         self.ran = False
         with_state = [*([UseWeightCache(weights)] if weights else []), *([delay] if delay else [])]
-        on_gpu = [PairQuantizes()] if rules.target != "cpu" else []
-        passes: list[GraphPass] = [self.rewrite, ShareQuantizes(), *with_state, *on_gpu, LowerQuantizes()]
+        pair = [PairQuantizes()] if rules.target != "cpu" and rules.recipe in ("rowwise", "blockwise") else []
+        passes: list[GraphPass] = [self.rewrite, ShareQuantizes(), *with_state, *pair, LowerQuantizes()]
         if record:  # nothing is rewritten yet
             passes = [record]
         if scale_loss:
@@ -143,7 +143,8 @@ class SplitPipeline(Pipeline):
     """What is better done when it is known which tensors are saved for backward."""
 
     def __init__(self, rules: Rules, key: str, observer: Observer | None = None) -> None:
-        on_cpu, on_gpu = [CallCpuKernels(), FuseDelayedQuantizes()], [LaunchQuantizes(), FuseCasts(), RelayoutBytes(), FlagOverflowInPlace()]
+        on_cpu = [CallCpuKernels(), FuseDelayedQuantizes()]
+        on_gpu = [LaunchQuantizes(), FuseCasts(), RelayoutBytes(), FlagOverflowInPlace()]
         super().__init__([*(on_cpu if rules.target == "cpu" else on_gpu), UpdateInPlace()], key, observer)
 
     def phase(self, graph: fx.Graph) -> str:

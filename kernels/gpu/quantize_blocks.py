@@ -69,9 +69,9 @@ def quantize_blocks_kernel(
         codes = saturated(x, quant_scale, LARGEST).to(q_ptr.dtype.element_ty).to(tl.uint8, bitcast=True)
         codes_t = codes
         if ALONG_ROWS:
-            tl.store(dequant_ptr + wide_down * (tl.cdiv(tiles_across, 4) * 4) + across, dequant_scale)
+            _store_in_line(dequant_ptr, wide_down, across, tiles_across, dequant_scale)
         if ALONG_COLUMNS:
-            tl.store(dequant_t_ptr + wide_across * (tl.cdiv(tiles_down, 4) * 4) + down, dequant_scale)
+            _store_in_line(dequant_t_ptr, wide_across, down, tiles_down, dequant_scale)
     else:
         if ALONG_ROWS:
             quant_scale, dequant_scale = scales_of(tl.max(bits, axis=1), LARGEST)
@@ -89,6 +89,15 @@ def quantize_blocks_kernel(
         codes_t = tl.where(inside, codes_t, 0)  # beyond the rows, where a scale that is NaN would make NaN of zero
         inside_t = (c < cols)[:, None] & (r < padded)[None, :]
         tl.store(q_t_bytes + wide_c[:, None] * padded + r[None, :], tl.trans(codes_t), mask=inside_t)
+
+
+@triton.jit
+def _store_in_line(ptr, line, at, tiles, dequant_scale):
+    """The scale of a tile, in lines whose length is a multiple of 4; the last tile of one fills it up with zeros."""
+    i = tl.arange(0, 4)
+    length = tl.cdiv(tiles, 4) * 4
+    wanted = (i == 0) | ((at == tiles - 1) & (at + i < length))
+    tl.store(ptr + line * length + at + i, tl.where(i == 0, dequant_scale, 0.0), mask=wanted)
 
 
 def quantize_blocks(
@@ -120,7 +129,11 @@ def launch_sizes(x: Tensor, multiple: int) -> tuple[int, ...]:
 
 
 def launch_constants(
-    dtype: torch.dtype, square: bool, via: torch.dtype | None = None, along_rows: bool = True, along_columns: bool = True
+    dtype: torch.dtype,
+    square: bool,
+    via: torch.dtype | None = None,
+    along_rows: bool = True,
+    along_columns: bool = True,
 ) -> dict[str, Any]:
     """What the kernel is compiled for."""
     along = {"ALONG_ROWS": along_rows, "ALONG_COLUMNS": along_columns}
