@@ -45,18 +45,18 @@ def empty_results(x: Tensor, dtype: torch.dtype, block: Block, multiple: int = 1
     made = []
     for size, shape in (((rows, cols), (rows, cols)), ((cols, padded), (cols, rows))):
         scales = [1 if b == WHOLE else (n + b - 1) // b for n, b in zip(shape, block)]
-        made += [
-            x.new_empty(size, dtype=dtype),
-            torch.empty_strided(scales, scale_strides(scales, block), dtype=torch.float32, device=x.device),
-        ]
+        made += [x.new_empty(size, dtype=dtype), _empty_scales(x, scales, block)]
     return tuple(made)  # type: ignore[return-value]
 
 
-def scale_strides(sizes: list[int], block: Block) -> tuple[int, int]:
-    """How the scales of a gemm's operand lie, [rows, contraction] of it."""
+def _empty_scales(x: Tensor, sizes: list[int], block: Block) -> Tensor:
+    """The scales of a gemm's operand, [rows, contraction] of it."""
     if block[0] != 1:
-        return sizes[1] + -sizes[1] % LINE, 1
-    return 1, 1 if statically_known_true(sizes[1] == 1) else sizes[0]
+        lines, tiles = sizes
+        return x.new_empty((lines, tiles + -tiles % LINE), dtype=torch.float32).narrow(1, 0, tiles)
+    if statically_known_true(sizes[1] == 1):
+        return x.new_empty(sizes, dtype=torch.float32)
+    return x.new_empty(sizes[::-1], dtype=torch.float32).t()
 
 
 def _fake(x: Tensor, dtype: torch.dtype, block: list[int], multiple: int, via: torch.dtype | None) -> Both:

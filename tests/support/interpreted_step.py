@@ -9,8 +9,9 @@
 
 The source is executed as Inductor wrote it: its allocations, reuses of buffers, views, order of launches and arguments.
 Grids and block sizes come from Inductor's own heuristics, or are set. Memory is hostile: what a kernel has not written
-and what a mask leaves out is NaN, and a write beyond a buffer is an error. ``_scaled_mm`` is the CPU's, after a check
-of what a GPU's would refuse. Transcendental functions are PyTorch's, so that they agree with the reference.
+and what a mask leaves out is NaN, and a write beyond a buffer is an error. ``_scaled_mm`` is the CPU's, or with many
+scales its definition, after a check of what a GPU's would refuse. Transcendental functions are PyTorch's, so that they
+agree with the reference.
 
 Not seen here: races inside a block, contraction of products and sums, the hardware's own approximations.
 """
@@ -33,6 +34,7 @@ import numpy as np
 import torch
 import triton.language as tl
 from interpreted import Twin, interpreted
+from joint_graph import check_accepted, reference_scaled_mm
 from torch import Tensor, fx
 from torch._functorch import config as functorch_config
 from torch._inductor import compile_fx
@@ -119,7 +121,7 @@ class _BetweenMemoryAndMemory(fx.Interpreter):
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is torch.ops.aten._scaled_mm.default:
-            return super().call_function(target, args, kwargs)
+            return _product(*args, **kwargs)
         args = map_aggregate(args, _wide)
         if target is torch.ops.prims.convert_element_type.default and args[1] is torch.bfloat16:
             return args[0]
@@ -261,8 +263,13 @@ class _ExternKernels:
         assert k % 16 == 0 and right.shape[1] % 16 == 0, "not multiples of 16"
         assert left.data_ptr() % 16 == right.data_ptr() % 16 == 0, "not aligned"
         assert not left.dtype == right.dtype == torch.float8_e5m2, "E5M2 by E5M2"
-        assert all(one.dtype is torch.float32 and one.numel() == 1 for one in scales_and_bias[:2]), "not one scale each"
-        out.copy_(torch._scaled_mm(left, right, *scales_and_bias, **options))
+        check_accepted(left, right, *scales_and_bias[:2], **options)
+        out.copy_(_product(left, right, *scales_and_bias, **options))
+
+
+def _product(left: Tensor, right: Tensor, *scales_and_bias: Tensor, **options: Any) -> Tensor:
+    one_scale_each = all(scale.numel() == 1 for scale in scales_and_bias[:2])
+    return (torch._scaled_mm if one_scale_each else reference_scaled_mm)(left, right, *scales_and_bias, **options)
 
 
 def _kernel_texts(source: str) -> dict[str, str]:
@@ -306,9 +313,8 @@ class _Launched:
 
     def run(self, *args: Any, stream: int) -> None:
         kernel = self.kernel
-        signature = kernel.triton_meta["signature"]
-        # Of a kernel for one element Inductor makes the number a constant, and passes it all the same.
-        names = [name for name in kernel.fn.arg_names if signature[name] != "constexpr" or name.endswith("numel")]
+        # Of an argument that is 1 Inductor makes a constant, and passes it all the same.
+        names = [parameter.name for parameter in kernel.fn.params if not parameter.is_constexpr]
         names += kernel.inductor_meta.get("extra_launcher_args", ())
         assert len(names) == len(args), (names, args)
         given = dict(zip(names, args))
