@@ -344,6 +344,7 @@ def _interpreter_as_we_need_it(kernels: dict[str, _Kernel], blocks: Blocks) -> I
         for module in (triton_helpers, *modules):
             if hasattr(module, "libdevice"):
                 stack.enter_context(mock.patch.object(module, "libdevice", LIBDEVICE))
+        stack.enter_context(mock.patch.object(triton_helpers, "max2", _max2))
         stack.enter_context(mock.patch.object(type(builder), "create_masked_load", _create_masked_load))
         stack.enter_context(mock.patch.object(type(builder), "create_exp", _create_exp))
         if blocks.backwards:
@@ -377,6 +378,13 @@ def _by_torch(function: Callable[..., Tensor]) -> Callable[..., Any]:
         return tl.tensor(interpreter.TensorHandle(result, args[0].dtype.scalar), args[0].type)
 
     return call
+
+
+def _max2(a: Any, dim: int) -> Any:
+    """The largest element, NaN above all: of a reduction by a given function the interpreter makes a call an element."""
+    data = torch.from_numpy(np.array(a.handle.data)).amax(dim.value if isinstance(dim, tl.constexpr) else dim).numpy()
+    scalar = a.dtype.scalar
+    return tl.tensor(interpreter.TensorHandle(data, scalar), tl.block_type(scalar, list(data.shape)))
 
 
 def _create_exp(self: Any, arg: Any) -> Any:

@@ -45,6 +45,7 @@ DTYPES = {
     torch.float16: "f16",
     torch.float64: "f64",
     torch.uint8: "u8",
+    torch.int32: "i32",
     torch.int64: "i64",
     torch.bool: "b8",
     **{dtype: format.name for dtype, format in BY_DTYPE.items()},
