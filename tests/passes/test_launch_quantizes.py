@@ -54,7 +54,8 @@ def launches(graph: fx.Graph) -> str:
         grid = tuple(one.meta["val"] if isinstance(one, fx.Node) else one for one in node.kwargs["grid"][0])
         lines.append(f"{kernel.fn.__name__}{grid} with {config.num_warps} warps")
         lines += [f"    {name}: {describe(one.meta['val'])}" for name, one in tensors.items()]
-        lines.append("    " + ", ".join(f"{name}={number}" for name, number in numbers.items()))
+        lines.append("    " + ", ".join(f"{name}={number}" for name, number in numbers.items() if name.islower()))
+        lines.append("    " + ", ".join(f"{name}={number}" for name, number in numbers.items() if name.isupper()))
     return "\n".join(lines) + "\n"
 
 
@@ -74,7 +75,8 @@ quantize_blocks_kernel(6, 1, 1) with 16 warps
     q_t_ptr: e4m3[384, 208]
     dequant_ptr: f32[2, 3]{4, 1}
     dequant_t_ptr: f32[3, 2]{4, 1}
-    rows=200, cols=384, row_stride=384, col_stride=1, padded=208, LARGEST=448.0, VIA=0, SQUARE=True, ALONG_ROWS=True, ALONG_COLUMNS=True, SIZE=128
+    rows=200, cols=384, row_stride=384, col_stride=1, padded=208
+    LARGEST=448.0, VIA=0, SQUARE=True, ALONG_ROWS=True, ALONG_COLUMNS=True, SIZE=128
 """)
 
 

@@ -381,7 +381,7 @@ def _by_torch(function: Callable[..., Tensor]) -> Callable[..., Any]:
 
 
 def _max2(a: Any, dim: int) -> Any:
-    """The largest element, NaN above all: of a reduction by a given function the interpreter makes a call an element."""
+    """The largest, NaN above all: of a reduction by a function of its own the interpreter makes a call an element."""
     data = torch.from_numpy(np.array(a.handle.data)).amax(dim.value if isinstance(dim, tl.constexpr) else dim).numpy()
     scalar = a.dtype.scalar
     return tl.tensor(interpreter.TensorHandle(data, scalar), tl.block_type(scalar, list(data.shape)))
