@@ -6,6 +6,7 @@ lowering, the names in a report, the partitioner. ``emit`` sets all of them toge
 
 from __future__ import annotations
 
+import functools
 import operator
 from typing import Any, Callable, Mapping, Sequence
 
@@ -141,8 +142,11 @@ def call_triton(
     scalars: Mapping[str, Any],
     *,
     like: fx.Node,
+    num_warps: int | None = None,
 ) -> fx.Node:
     """Add the launch of a Triton kernel that writes to some of ``tensors``, once the graph is split."""
+    if num_warps is not None:
+        kernel = _with_warps(kernel, num_warps)
     constants = {name: item for name, item in scalars.items() if not isinstance(item, torch.SymInt | fx.Node)}
     kwargs = {
         "kernel_idx": kernel_side_table.add_kernel(kernel),
@@ -152,6 +156,14 @@ def call_triton(
         "kwargs": {**tensors, **{name: item for name, item in scalars.items() if name not in constants}},
     }
     return _add(graph, triton_kernel_wrapper_mutation, (), kwargs, None, like, None)
+
+
+@functools.cache
+def _with_warps(kernel: Any, num_warps: int) -> Any:
+    """The kernel with the one configuration that it is made for: Inductor takes it from a decorator alone."""
+    from triton import Config, autotune
+
+    return autotune([Config({}, num_warps=num_warps)], key=[])(kernel)
 
 
 def first_call(graph: fx.Graph) -> fx.Node:

@@ -19,11 +19,14 @@ from .decide import Rules
 from .delay_scales import DelayScales
 from .find_matmuls import Names, is_backward
 from .flag_overflow_in_place import FlagOverflowInPlace
+from .fuse_casts import FuseCasts
 from .fuse_delayed_quantizes import FuseDelayedQuantizes
 from .graph_pass import GraphPass
+from .launch_quantizes import LaunchQuantizes
 from .lower_quantizes import LowerQuantizes
 from .lower_scaled_mm_cpu import LowerScaledMmForCpu
 from .multiply_packed import MultiplyPacked
+from .pair_quantizes import PairQuantizes
 from .read_any_layout import ReadAnyLayout
 from .record_amaxes import RecordAmaxes
 from .relayout_bytes import RelayoutBytes
@@ -95,7 +98,7 @@ class Pipeline(CustomGraphPass):
 
 class JointPipeline(Pipeline):
     """multiply packed weights, where there are any -> find matmuls, decide, rewrite -> share quantizes -> use cached
-    weights -> delay scales -> lower quantizes -> scale the loss -> lower for the target."""
+    weights -> delay scales -> pair quantizes -> lower quantizes -> scale the loss -> lower for the target."""
 
     def __init__(
         self,
@@ -114,7 +117,8 @@ class JointPipeline(Pipeline):
         self.rewrite = RewriteMatmuls(rules, names, strict=strict)
         self.ran = False
         with_state = [*([UseWeightCache(weights)] if weights else []), *([delay] if delay else [])]
-        passes: list[GraphPass] = [self.rewrite, ShareQuantizes(), *with_state, LowerQuantizes()]
+        pair = [PairQuantizes()] if rules.target != "cpu" and rules.recipe in ("rowwise", "blockwise") else []
+        passes: list[GraphPass] = [self.rewrite, ShareQuantizes(), *with_state, *pair, LowerQuantizes()]
         if record:  # nothing is rewritten yet
             passes = [record]
         if scale_loss:
@@ -141,7 +145,8 @@ class SplitPipeline(Pipeline):
     """What is better done when it is known which tensors are saved for backward."""
 
     def __init__(self, rules: Rules, key: str, observer: Observer | None = None) -> None:
-        on_cpu, on_gpu = [CallCpuKernels(), FuseDelayedQuantizes()], [RelayoutBytes(), FlagOverflowInPlace()]
+        on_cpu = [CallCpuKernels(), FuseDelayedQuantizes()]
+        on_gpu = [LaunchQuantizes(), FuseCasts(), RelayoutBytes(), FlagOverflowInPlace()]
         if rules.target.startswith("cuda"):
             on_gpu.append(AddInGemm())
         if rules.reads_any_layout:

@@ -54,6 +54,11 @@ def relayouts_of(q: fx.Node, arguments: tuple[Any, ...]) -> list[fx.Node]:
     return [node for node in chain if not any(map(_is_ours, node.users))]
 
 
+def relayout_arguments(node: fx.Node) -> tuple[Any, ...] | None:
+    """What a node's copy was made with: transposed, row_multiple, col_multiple; None if it is not part of one."""
+    return node.meta["fp8_relayout"] if _is_ours(node) else None
+
+
 def made_by_reduction(node: fx.Node) -> bool:
     """Whether a node is computed, element by element, from a reduction of its own row: a norm's output is."""
     return any(torch.Tag.reduction in _op_tags(one) for one in _pointwise_sources(node))

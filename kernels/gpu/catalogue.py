@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Callable
 
+import torch
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
@@ -51,6 +52,7 @@ def fp8_type(target: str, format: str) -> str:
 
 
 SHAPE = {"rows": "i32", "cols": "i32", "row_stride": "i32"}
+PADDED = {**SHAPE, "padded": "i32"}
 CONTIGUOUS = {"col_stride": 1}  # the JIT makes a constant of it
 
 
@@ -76,30 +78,30 @@ def _quantize_many() -> Entry:
     return Entry(kernel, types | {"matrices": "i32"}, constants, quantize_transpose.NUM_WARPS)
 
 
-def _quantize_blocks(square: bool) -> Entry:
+def _quantize_blocks(square: bool, **along: bool) -> Entry:
     types = {"x_ptr": "*bf16", "q_ptr": "*fp8", "q_t_ptr": "*fp8", "dequant_ptr": "*fp32", "dequant_t_ptr": "*fp32"}
-    constants = {"LARGEST": 448.0, "SQUARE": square, "SIZE": quantize_blocks.SIZE, **CONTIGUOUS}
-    return Entry(quantize_blocks.quantize_blocks_kernel, types | SHAPE, constants, quantize_blocks.NUM_WARPS)
+    constants = {**quantize_blocks.launch_constants(torch.float8_e4m3fn, square, **along), **CONTIGUOUS}
+    return Entry(quantize_blocks.quantize_blocks_kernel, types | PADDED, constants, quantize_blocks.NUM_WARPS)
 
 
 def _quantize_rows(fits: bool) -> Entry:
     types = {"x_ptr": "*bf16", "q_ptr": "*fp8", "dequant_ptr": "*fp32", "cols": "i32", "row_stride": "i32"}
-    constants = {"LARGEST": 448.0, "FITS": fits, "BLOCK": quantize_rows.LONGEST, **CONTIGUOUS}
+    constants = {"LARGEST": 448.0, "VIA": 0, "FITS": fits, "BLOCK": quantize_rows.LONGEST, **CONTIGUOUS}
     return Entry(quantize_rows.quantize_rows_kernel, types, constants, quantize_rows.ROW_WARPS)
 
 
 def _row_column_amax() -> Entry:
-    types = {"x_ptr": "*bf16", "row_bits_ptr": "*i32", "column_bits_ptr": "*i32"}
-    constants = {"TILE": quantize_rows.TILE, **CONTIGUOUS}
+    types = {"x_ptr": "*bf16", "bits_ptr": "*i32"}
+    constants = {**quantize_rows.tile_constants(), **CONTIGUOUS}
     kernel = quantize_rows.row_column_amax_kernel
     return Entry(kernel, types | SHAPE, constants, quantize_rows.TILE_WARPS, False, False)
 
 
 def _cast_rows_columns() -> Entry:
-    types = {"x_ptr": "*bf16", "row_bits_ptr": "*i32", "column_bits_ptr": "*i32", "q_ptr": "*fp8", "q_t_ptr": "*fp8"}
-    scales = {"dequant_ptr": "*fp32", "dequant_t_ptr": "*fp32"}
-    constants = {"LARGEST": 448.0, "TILE": quantize_rows.TILE, **CONTIGUOUS}
-    return Entry(quantize_rows.cast_rows_columns_kernel, types | scales | SHAPE, constants, quantize_rows.TILE_WARPS)
+    types = {"x_ptr": "*bf16", "bits_ptr": "*i32", "q_ptr": "*fp8", "q_t_ptr": "*fp8"}
+    types |= {"dequant_ptr": "*fp32", "dequant_t_ptr": "*fp32"}
+    constants = {"LARGEST": 448.0, **quantize_rows.tile_constants(), **CONTIGUOUS}
+    return Entry(quantize_rows.cast_rows_columns_kernel, types | PADDED, constants, quantize_rows.TILE_WARPS)
 
 
 def _stochastic_rounding() -> Entry:
@@ -144,6 +146,8 @@ CATALOGUE: dict[str, Callable[[], Entry]] = {
     "quantize_many": _quantize_many,
     "quantize_blocks 1x128": lambda: _quantize_blocks(square=False),
     "quantize_blocks 128x128": lambda: _quantize_blocks(square=True),
+    "quantize_blocks 128x128, rows alone": lambda: _quantize_blocks(square=True, along_columns=False),
+    "quantize_blocks 1x128, columns alone": lambda: _quantize_blocks(square=False, along_rows=False),
     "quantize_rows": lambda: _quantize_rows(fits=True),
     "quantize_rows, long": lambda: _quantize_rows(fits=False),
     "row_column_amax": _row_column_amax,

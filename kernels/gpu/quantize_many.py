@@ -25,9 +25,8 @@ from torch import Tensor
 from ..delayed_scaling import cast_delayed
 from ..formats import format_of
 from .quantize_transpose import BLOCK_C, BLOCK_R, NUM_WARPS, tiles
-from .tile import largest_magnitude, magnitude_bits, record_amax, saturated
+from .tile import VIA, largest_magnitude, loaded, magnitude_bits, record_amax, saturated
 
-VIA = {None: 0, torch.bfloat16: 1, torch.float16: 2}
 ALIGNMENT = 16  # bytes of a vector, and so the multiple that addresses and both sizes must be of
 
 
@@ -85,12 +84,7 @@ def quantize_many_kernel(
     r = (tile // tiles_across) * BLOCK_R + tl.arange(0, BLOCK_R)
     c = (tile % tiles_across) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = (r < rows)[:, None] & (c < cols)[None, :]
-    x = tl.load(x_ptr + (r[:, None] * cols + c[None, :]), mask=inside, other=0.0)
-    if VIA == 1:
-        x = x.to(tl.bfloat16)
-    elif VIA == 2:
-        x = x.to(tl.float16)
-    x = x.to(tl.float32)
+    x = loaded(tl.load(x_ptr + (r[:, None] * cols + c[None, :]), mask=inside, other=0.0), VIA)
     record_amax(tl.load(row + 4).to(tl.pointer_type(tl.float32)), magnitude_bits(x))
 
     quant_scale = tl.load(tl.load(row + 3).to(tl.pointer_type(tl.float32)))

@@ -1,5 +1,6 @@
 """What several kernels do to a tile: scale and saturate, find the largest magnitude, take reciprocals as PyTorch does.
 
+    loaded(x, VIA)     = x in FP32, rounded to bf16 or fp16 before where autocast would
     magnitude_bits(x)  = bits of |x| as int32
     saturated(x, s)    = clamp(x * s, -F, F), NaN stays NaN
     reciprocal(x)      = 1 / x, rounded to nearest even
@@ -15,7 +16,18 @@ import torch
 import triton
 import triton.language as tl
 
+VIA = {None: 0, torch.bfloat16: 1, torch.float16: 2}  # what a kernel is told for the dtype that x is rounded to first
 NOTHING = -1.0  # in an amax slot: nothing was recorded. Its bits are a negative int32, so that any magnitude wins.
+
+
+@triton.jit
+def loaded(x, VIA: tl.constexpr):
+    """x in FP32, as it is or rounded by way of bf16 (1) or fp16 (2)."""
+    if VIA == 1:
+        x = x.to(tl.bfloat16)
+    elif VIA == 2:
+        x = x.to(tl.float16)
+    return x.to(tl.float32)
 
 
 @triton.jit

@@ -12,9 +12,11 @@ from absent_gpu import absent_gpu
 from compile_kernels import compile_kernels, kernel_sources
 from count_launches import Launch, Step
 
+from fp8_compile.config import RECIPES
+
 
 def lower_swiglu(capability: int, variant: str) -> Step:
-    arguments = gpu_code.variants(capability, ["delayed"])[variant]
+    arguments = gpu_code.variants(capability, list(RECIPES))[variant]
     with absent_gpu(capability) as gpu:
         return gpu_code.lower(gpu, "swiglu", **arguments)
 
@@ -69,6 +71,26 @@ def test_every_kernel_compiles_for_a_b200_without_spills(delayed_100, direction)
     assert [kernel.name for kernel in compiled] == list(kernel_sources(source))
     assert all(kernel.cubin_bytes > 0 for kernel in compiled)
     assert [(kernel.name, kernel.config, kernel.spills) for kernel in compiled if kernel.spills] == []
+
+
+@pytest.mark.parametrize(
+    "capability, recipe, ratio, kernels, ours",
+    [
+        (90, "blockwise", 0.8, 13, {"quantize_blocks_kernel": 4}),
+        (100, "rowwise", 0.87, 22, {"row_column_amax_kernel": 4, "cast_rows_columns_kernel": 4}),
+    ],
+)
+def test_many_scales_read_weights_and_the_gradient_once_and_every_kernel_compiles(
+    torchao_90, capability: int, recipe: str, ratio: float, kernels: int, ours: dict[str, int]
+) -> None:
+    step = lower_swiglu(capability, f"fp8 {recipe}")
+    assert step.bytes_outside_gemms <= ratio * torchao_90.bytes_outside_gemms and step.triton_kernels <= kernels
+    names = [launch.name for launch in step.launches]
+    assert {one: sum(name.startswith(one) for name in names) for one in ours} == ours  # three weights and one gradient
+    for source in (step.forward, step.backward):
+        compiled = list(compile_kernels(source, every_config=False))
+        assert [kernel.name for kernel in compiled] == list(kernel_sources(source))
+        assert all(kernel.cubin_bytes > 0 and kernel.spills == 0 for kernel in compiled)
 
 
 def test_code_that_is_not_triton_is_refused_by_name() -> None:

@@ -8,7 +8,6 @@ import expecttest
 import pytest
 import torch
 from joint_graph import (
-    DTYPES,
     NO_CACHE,
     ReferenceInterpreter,
     Split,
@@ -33,7 +32,6 @@ from fp8_compile.passes.lower_quantizes import SCALES
 from fp8_compile.passes.update_in_place import UpdateInPlace
 
 aten = torch.ops.aten
-DTYPES.setdefault(torch.int32, "i32")
 FUNCTIONAL = {"next_scales", "update_scales", "record_amaxes", "copy_"}
 RULE = (448.0, 0, "max", 1)
 

@@ -9,8 +9,9 @@
 
 The source is executed as Inductor wrote it: its allocations, reuses of buffers, views, order of launches and arguments.
 Grids and block sizes come from Inductor's own heuristics, or are set. Memory is hostile: what a kernel has not written
-and what a mask leaves out is NaN, and a write beyond a buffer is an error. ``_scaled_mm`` is the CPU's, after a check
-of what a GPU's would refuse. Transcendental functions are PyTorch's, so that they agree with the reference.
+and what a mask leaves out is NaN, and a write beyond a buffer is an error. ``_scaled_mm`` is the CPU's, or with many
+scales its definition, after a check of what a GPU's would refuse. Transcendental functions are PyTorch's, so that they
+agree with the reference.
 
 Not seen here: races inside a block, contraction of products and sums, the hardware's own approximations.
 """
@@ -33,6 +34,7 @@ import numpy as np
 import torch
 import triton.language as tl
 from interpreted import Twin, interpreted
+from joint_graph import check_accepted, reference_scaled_mm
 from torch import Tensor, fx
 from torch._functorch import config as functorch_config
 from torch._inductor import compile_fx
@@ -133,8 +135,10 @@ class _BetweenMemoryAndMemory(fx.Interpreter):
         return args, kwargs
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if target in (torch.ops.aten._scaled_mm.default, cublaslt_mm.cublaslt_mm_op):
+        if target is cublaslt_mm.cublaslt_mm_op:
             return super().call_function(target, args, kwargs)
+        if target is torch.ops.aten._scaled_mm.default:
+            return _product(*args, **kwargs)
         args = map_aggregate(args, _wide)
         if target is torch.ops.prims.convert_element_type.default and args[1] is torch.bfloat16:
             return args[0]
@@ -272,18 +276,25 @@ class _ExternKernels:
 
     @staticmethod
     def _scaled_mm(left: Tensor, right: Tensor, *scales_and_bias: Tensor, out: Tensor, **options: Any) -> None:
-        _check_gemm(left, right, scales_and_bias[:2])
-        out.copy_(torch._scaled_mm(left, right, *scales_and_bias, **options))
+        _check_gemm(left, right)
+        check_accepted(left, right, *scales_and_bias[:2], **options)
+        out.copy_(_product(left, right, *scales_and_bias, **options))
+
+
+def _product(left: Tensor, right: Tensor, *scales_and_bias: Tensor, **options: Any) -> Tensor:
+    one_scale_each = all(scale.numel() == 1 for scale in scales_and_bias[:2])
+    return (torch._scaled_mm if one_scale_each else reference_scaled_mm)(left, right, *scales_and_bias, **options)
 
 
 def _checked_cublaslt_mm(any_layout: bool, reference: Any, given: cublaslt_mm.Operands) -> Tensor:
-    _check_gemm(given.left, given.right, (given.scale_left, given.scale_right), any_layout=any_layout)
+    _check_gemm(given.left, given.right, any_layout=any_layout)
+    assert all(one.dtype is torch.float32 and one.numel() == 1 for one in (given.scale_left, given.scale_right))
     if (added := given.added) is not None:
         assert added.stride(1) == 1 and added.stride(0) % 8 == 0 and added.data_ptr() % 16 == 0
     return reference(given)
 
 
-def _check_gemm(left: Tensor, right: Tensor, scales: Sequence[Tensor], *, any_layout: bool = False) -> None:
+def _check_gemm(left: Tensor, right: Tensor, *, any_layout: bool = False) -> None:
     """What cuBLASLt asks of the operands."""
     for side, k_dim in ((left, 1), (right, 0)):
         dense = k_dim if side.stride(k_dim) == 1 or not any_layout else 1 - k_dim
@@ -291,7 +302,6 @@ def _check_gemm(left: Tensor, right: Tensor, scales: Sequence[Tensor], *, any_la
         assert side.stride(1 - dense) % 16 == side.data_ptr() % 16 == 0, "not aligned"
     assert left.shape[1] % 16 == 0 and right.shape[1] % 16 == 0, "not multiples of 16"
     assert not left.dtype == right.dtype == torch.float8_e5m2, "E5M2 by E5M2"
-    assert all(one.dtype is torch.float32 and one.numel() == 1 for one in scales), "not one scale each"
 
 
 def _kernel_texts(source: str) -> dict[str, str]:
@@ -335,9 +345,8 @@ class _Launched:
 
     def run(self, *args: Any, stream: int) -> None:
         kernel = self.kernel
-        signature = kernel.triton_meta["signature"]
-        # Of a kernel for one element Inductor makes the number a constant, and passes it all the same.
-        names = [name for name in kernel.fn.arg_names if signature[name] != "constexpr" or name.endswith("numel")]
+        # Of an argument that is 1 Inductor makes a constant, and passes it all the same.
+        names = [parameter.name for parameter in kernel.fn.params if not parameter.is_constexpr]
         names += kernel.inductor_meta.get("extra_launcher_args", ())
         assert len(names) == len(args), (names, args)
         given = dict(zip(names, args))
@@ -367,6 +376,7 @@ def _interpreter_as_we_need_it(kernels: dict[str, _Kernel], blocks: Blocks) -> I
         for module in (triton_helpers, *modules):
             if hasattr(module, "libdevice"):
                 stack.enter_context(mock.patch.object(module, "libdevice", LIBDEVICE))
+        stack.enter_context(mock.patch.object(triton_helpers, "max2", _max2))
         stack.enter_context(mock.patch.object(type(builder), "create_masked_load", _create_masked_load))
         stack.enter_context(mock.patch.object(type(builder), "create_exp", _create_exp))
         if blocks.backwards:
@@ -400,6 +410,13 @@ def _by_torch(function: Callable[..., Tensor]) -> Callable[..., Any]:
         return tl.tensor(interpreter.TensorHandle(result, args[0].dtype.scalar), args[0].type)
 
     return call
+
+
+def _max2(a: Any, dim: int) -> Any:
+    """The largest, NaN above all: of a reduction by a function of its own the interpreter makes a call an element."""
+    data = torch.from_numpy(np.array(a.handle.data)).amax(dim.value if isinstance(dim, tl.constexpr) else dim).numpy()
+    scalar = a.dtype.scalar
+    return tl.tensor(interpreter.TensorHandle(data, scalar), tl.block_type(scalar, list(data.shape)))
 
 
 def _create_exp(self: Any, arg: Any) -> Any:

@@ -45,6 +45,7 @@ DTYPES = {
     torch.float16: "f16",
     torch.float64: "f64",
     torch.uint8: "u8",
+    torch.int32: "i32",
     torch.int64: "i64",
     torch.bool: "b8",
     **{dtype: format.name for dtype, format in BY_DTYPE.items()},
@@ -233,15 +234,21 @@ def assert_gpu_accepts(graph: fx.Graph) -> int:
     for node in gemms:
         left, right, scale_left, scale_right = (arg.meta["val"] for arg in node.args)
         bias, out_dtype = node.kwargs["bias"], node.kwargs["out_dtype"]
-        with FakeTensorMode():
-            sides = [_on_gpu(val) for val in (left, right, scale_left, scale_right)]
-            torch._scaled_mm(*sides, out_dtype=out_dtype, use_fast_accum=node.kwargs["use_fast_accum"])
+        check_accepted(
+            left, right, scale_left, scale_right, out_dtype=out_dtype, use_fast_accum=node.kwargs["use_fast_accum"]
+        )
         assert {left.dtype, right.dtype} != {torch.float8_e5m2}, f"{node}: no GPU multiplies e5m2 by e5m2"
         if bias is not None:
             assert bias.meta["val"].dtype == out_dtype != torch.float32, f"{node}: a bias is added in 16 bits only"
         if scale_left.numel() > 1 or scale_right.numel() > 1:
             assert out_dtype is torch.bfloat16, f"{node}: {out_dtype} with more than one scale"
     return len(gemms)
+
+
+def check_accepted(*operands_and_scales: torch.Tensor, **options: Any) -> None:
+    """Torch's own checks of sizes, strides and dtypes for a gemm on a GPU."""
+    with FakeTensorMode():
+        torch._scaled_mm(*map(_on_gpu, operands_and_scales), **options)
 
 
 def _on_gpu(val: torch.Tensor) -> torch.Tensor:

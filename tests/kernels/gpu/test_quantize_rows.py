@@ -58,3 +58,23 @@ def test_zeros_tiny_and_huge_values_are_bit_equal_with_finite_scales() -> None:
 @pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 0)])
 def test_an_empty_matrix_gives_the_references_finite_scales(shape: tuple[int, int]) -> None:
     assert all(scale.isfinite().all() for scale in check(torch.zeros(shape))[1::2])
+
+
+@pytest.mark.parametrize("along_rows", [True, False])
+def test_columns_are_filled_up_and_rounded_by_way_of_bf16_with_or_without_rows(along_rows: bool, generator) -> None:
+    x = torch.randn(70, 50, generator=generator)
+    x[69, 3] = torch.nan
+    options = {"multiple": 16, "via": torch.bfloat16}
+    with interpreted(quantize_rows, tile):
+        results = quantize_rows.quantize_rows_columns(x, E4M3.dtype, **options, along_rows=along_rows)
+        alone = quantize_rows.quantize_rows(x, E4M3.dtype, via=torch.bfloat16)
+    expected = quantize_rows.reference_rows_columns(x, E4M3.dtype, **options)
+    for actual, wished in zip(results if along_rows else (*alone, *results[2:]), expected):
+        check_same(actual, wished)
+    assert results[2].shape == (50, 80) and not results[2].view(torch.uint8)[:, 70:].any()
+    assert not torch.equal(expected[1], quantize_rows.reference_rows(x, E4M3.dtype)[1])
+
+
+def test_a_multiple_that_a_tile_does_not_reach_to_is_refused() -> None:
+    with pytest.raises(ValueError, match="divides 64.*got 128"):
+        quantize_rows.quantize_rows_columns(torch.ones(3, 3), E4M3.dtype, multiple=128)
