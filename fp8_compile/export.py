@@ -14,7 +14,7 @@ import os
 import pathlib
 import shutil
 import tempfile
-from typing import Any, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Iterator, Mapping, Sequence
 
 import torch
 from torch import fx, nn
@@ -25,7 +25,7 @@ from torch.export.pt2_archive._package import package_pt2
 from fp8_compile.kernels.cpu import ahead_of_time
 
 from .calibration import Calibration
-from .export_pipelines import ExportJoint, inference_rules
+from .export_pipelines import ExportJoint, ExportSplit, inference_rules
 from .export_program import rewritten, traced
 from .fast_paths import open_fast_paths
 from .linear_layers import unwrapped
@@ -33,9 +33,11 @@ from .module_names import ModuleNames
 from .pack import FORMATS, pack
 from .package_inputs import PLAIN, describe
 from .package_manifest import FILE, Manifest, here
-from .packed_linear import NVFP4Linear
-from .passes.pipeline import SplitPipeline
+from .packed_linear import FP8Linear, NVFP4Linear
 from .report import Report
+
+if TYPE_CHECKING:
+    from .dump import GraphDump
 
 log = logging.getLogger("fp8_compile")
 
@@ -50,14 +52,17 @@ def export(
     calibration: Calibration | None = None,
     dynamic_shapes: Any = None,
     format: str = "package",
+    dump: str | os.PathLike[str] | None = None,
     **options: Any,
 ) -> Report | ExportedProgram:
     """Write a package that ``fp8_compile.load``, or libtorch's ``AOTIModelPackageLoader``, runs; a row a matmul.
 
     ``weights``: "nvfp4" or "fp8" packs a copy of the model first, with ``calibration`` and with ``options``, which are
     ``pack``'s; None takes the model as it is, packed or not. Products with packed weights run from the packed form,
-    all others in the model's own precision. ``args`` and ``kwargs`` are an example of a call; ``dynamic_shapes`` says
-    which of their sizes vary, as for ``torch.export.export``.
+    all others in the model's own precision. ``weights="fp8", activations="fp8"`` multiplies FP8 by FP8, inputs by
+    the calibration's static scales or, without one, each row by its own amax. ``args`` and ``kwargs`` are an example
+    of a call; ``dynamic_shapes`` says which of their sizes vary, as for ``torch.export.export``. ``dump``: a folder
+    for the graphs and the report, as the backend's; ``FP8_COMPILE_DUMP`` names one too.
 
     The code is for this CPU and those that have its instructions. The file appears whole or not at all.
 
@@ -69,7 +74,8 @@ def export(
         if path is not None:
             raise ValueError("format='exported_program' returns the program and writes nothing; leave path out")
         packed = _packed(model, weights, calibration, options)
-        return rewritten(traced(packed, args, kwargs, dynamic_shapes))
+        names = _names(packed)
+        return rewritten(traced(packed, args, kwargs, dynamic_shapes), names, _new_dump(dump, names))
     if path is None:
         raise ValueError("export writes a package and needs a path for it, such as 'model.pt2'")
     path = pathlib.Path(path)
@@ -79,7 +85,8 @@ def export(
     _check_model(packed)
     program = traced(packed, args, kwargs, dynamic_shapes)
     described = describe(program)
-    files, report = _compiled(program, packed)
+    names = _names(packed)
+    files, report = _compiled(program, names, _new_dump(dump, names))
     manifest = Manifest(
         **here(),
         cpu_features=tuple(ahead_of_time.needed_features()),
@@ -88,7 +95,7 @@ def export(
         report=report,
         inputs=tuple(described["inputs"]),
         ranges=described["ranges"],
-        calibration=_summary(calibration),
+        calibration=_summary(calibration, packed),
     )
     _write(path, files, manifest)
     log.info("exported to %s: %s", path, report.summary())
@@ -111,11 +118,6 @@ def _packed(
         return root
     if weights not in FORMATS:
         raise ValueError(f"weights={weights!r} is unknown; expected None or one of: {', '.join(FORMATS)}")
-    if weights == "fp8" and calibration is not None:
-        raise ValueError(
-            "weights='fp8' keeps activations in the model's precision: scales for them from a calibration are not "
-            "supported by export yet; leave calibration out"
-        )
     twin = copy.deepcopy(root)
     pack(twin, weights, calibration=calibration, **{"progress": False, **options})
     return twin
@@ -133,14 +135,28 @@ def _check_model(model: nn.Module) -> None:
             )
 
 
-def _compiled(program: ExportedProgram, model: nn.Module) -> tuple[list[Any], Report]:
+def _names(model: nn.Module) -> ModuleNames:
+    return ModuleNames({}, [], [name for name, _ in model.named_modules()])
+
+
+def _new_dump(folder: str | os.PathLike[str] | None, names: ModuleNames) -> GraphDump | None:
+    folder = folder or os.environ.get("FP8_COMPILE_DUMP")
+    if not folder:
+        return None
+    from .dump import GraphDump  # networkx takes a quarter of a second to import
+
+    return GraphDump.create(folder, names)
+
+
+def _compiled(
+    program: ExportedProgram, names: ModuleNames, dump: GraphDump | None
+) -> tuple[list[Any], Report]:
     """The files that AOTInductor makes of a program, and what our passes did."""
     gm = program.module(check_guards=False)
     assert isinstance(gm, fx.GraphModule)
     open_fast_paths(gm)
-    names = ModuleNames({}, [], [name for name, _ in model.named_modules()])
     rules = inference_rules()
-    joint, split = ExportJoint(rules, names), SplitPipeline(rules, "export")
+    joint, split = ExportJoint(rules, names, dump), ExportSplit(rules, dump)
     library = ahead_of_time.linkable()
     configs = {
         "aot_inductor.package": True,
@@ -153,7 +169,10 @@ def _compiled(program: ExportedProgram, model: nn.Module) -> tuple[list[Any], Re
     with torch.no_grad(), _library_path(library.parent):
         files = aot_compile(gm, args, kwargs, options=configs)
     assert isinstance(files, list)
-    return files, Report(tuple(joint.rows), "packed", "cpu", cache="off")
+    report = Report(tuple(joint.rows), "packed", "cpu", cache="off")
+    if dump:
+        dump.write_report(report)
+    return files, report
 
 
 @contextlib.contextmanager
@@ -181,12 +200,16 @@ def _write(path: pathlib.Path, files: list[Any], manifest: Manifest) -> None:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _summary(calibration: Calibration | None) -> dict[str, Any] | None:
-    """Of each layer: how many rows it saw, and the largest."""
+def _summary(calibration: Calibration | None, packed: nn.Module) -> dict[str, Any] | None:
+    """Of each layer: how many rows it saw, the largest element, and how its inputs are scaled where they are."""
     if calibration is None:
         return None
+    inputs = {name: layer.inputs for name, layer in packed.named_modules() if isinstance(layer, FP8Linear)}
     return {
-        name: {"rows": calibration.tokens(name), "amax": float(calibration.amax(name))} for name in calibration.names
+        name: {
+            "rows": calibration.tokens(name),
+            "amax": float(calibration.amax(name)),
+            **({"inputs": inputs[name]} if inputs.get(name) else {}),
+        }
+        for name in calibration.names
     }
-
-

@@ -14,20 +14,25 @@ from .backend import make_rules
 from .config import Config
 from .module_names import ModuleNames, Selection
 from .passes.decide import Rules
-from .passes.pipeline import JointPipeline
+from .passes.multiply_packed import MultiplyPacked
+from .passes.pipeline import JointPipeline, Observer, Pipeline, SplitPipeline
+from .passes.share_quantizes import ShareQuantizes
 from .target import Target
 
 
-class ExportJoint(JointPipeline):
+class _Kept:
+    """``compile_fx_aot`` copies its options deeply: what a copied pass records and dumps would be lost."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self
+
+
+class ExportJoint(_Kept, JointPipeline):
     """The joint pipeline; an operation of ours that would need Python is an error."""
 
-    def __init__(self, rules: Rules, names: ModuleNames) -> None:
-        super().__init__(rules, names, "export", strict=False)
+    def __init__(self, rules: Rules, names: ModuleNames, observer: Observer | None = None) -> None:
+        super().__init__(rules, names, "export", observer, strict=False)
         self.names = names
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ExportJoint:
-        """``compile_fx_aot`` copies its options deeply: what a copied pass records would be lost."""
-        return self
 
     def __call__(self, graph: fx.Graph) -> None:
         super().__call__(graph)
@@ -38,6 +43,24 @@ class ExportJoint(JointPipeline):
                 f"{where}: a packed weight is read by something other than a matrix product, for which there is no "
                 "code without Python; exclude the layer from packing"
             )
+
+
+class ExportSplit(_Kept, SplitPipeline):
+    """The pipeline of the forward that is left."""
+
+    def __init__(self, rules: Rules, observer: Observer | None = None) -> None:
+        super().__init__(rules, "export", observer)
+
+
+class ProgramPipeline(Pipeline):
+    """The passes of a program that nobody compiles here: products of packed weights, and no more."""
+
+    def __init__(self, names: ModuleNames, observer: Observer | None = None) -> None:
+        self.packed = MultiplyPacked(names)
+        super().__init__([self.packed, ShareQuantizes()], "export", observer)
+
+    def phase(self, graph: fx.Graph) -> str:
+        return "inference"
 
 
 def _is_ours(node: fx.Node) -> bool:

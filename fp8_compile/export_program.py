@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Mapping, Sequence
 
 import torch
 from torch import nn
 from torch.export import ExportedProgram
 
+from .export_pipelines import ProgramPipeline
 from .module_names import ModuleNames
-from .passes.multiply_packed import MultiplyPacked
+from .report import Report
+
+if TYPE_CHECKING:
+    from .dump import GraphDump
 
 
 def traced(
@@ -21,15 +25,16 @@ def traced(
         return torch.export.export(model, args, dict(kwargs or {}), dynamic_shapes=dynamic_shapes)
 
 
-def rewritten(program: ExportedProgram) -> ExportedProgram:
-    """A program in core ATen, with products of packed weights as ``fp8_compile::nvfp4_mm`` and ``fp8_compile::fp8_mm``.
+def rewritten(program: ExportedProgram, names: ModuleNames, dump: GraphDump | None) -> ExportedProgram:
+    """A program in core ATen, with products of packed weights as ``fp8_compile::nvfp4_mm``, ``fp8_mm`` or ``scaled_mm``.
 
     It passes torch's verifier and goes through ``torch.export.save`` and ``load``, where fp8_compile is imported.
     """
     program = program.run_decompositions()
-    MultiplyPacked(ModuleNames({}, [], [])).run(program.graph)
-    program.graph.eliminate_dead_code()
-    program.graph.lint()
+    pipeline = ProgramPipeline(names, dump)
+    pipeline(program.graph)
     program.graph_module.recompile()
     program.validate()
+    if dump:
+        dump.write_report(Report(tuple(pipeline.packed.rows), "packed", "cpu", cache="off"))
     return program
