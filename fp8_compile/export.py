@@ -14,7 +14,7 @@ import os
 import pathlib
 import shutil
 import tempfile
-from typing import TYPE_CHECKING, Any, Iterator, Mapping, Sequence
+from typing import Any, Iterator, Mapping, Sequence
 
 import torch
 from torch import fx, nn
@@ -24,7 +24,9 @@ from torch.export.pt2_archive._package import package_pt2
 
 from fp8_compile.kernels.cpu import ahead_of_time
 
+from .backend import new_dump, with_users
 from .calibration import Calibration
+from .config import Config
 from .export_pipelines import ExportJoint, ExportSplit, inference_rules
 from .export_program import rewritten, traced
 from .fast_paths import open_fast_paths
@@ -35,9 +37,6 @@ from .package_inputs import PLAIN, describe
 from .package_manifest import FILE, Manifest, here
 from .packed_linear import FP8Linear, NVFP4Linear
 from .report import Report
-
-if TYPE_CHECKING:
-    from .dump import GraphDump
 
 log = logging.getLogger("fp8_compile")
 
@@ -53,6 +52,7 @@ def export(
     dynamic_shapes: Any = None,
     format: str = "package",
     dump: str | os.PathLike[str] | None = None,
+    inductor: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Report | ExportedProgram:
     """Write a package that ``fp8_compile.load``, or libtorch's ``AOTIModelPackageLoader``, runs; a row a matmul.
@@ -61,8 +61,8 @@ def export(
     ``pack``'s; None takes the model as it is, packed or not. Products with packed weights run from the packed form,
     all others in the model's own precision. ``weights="fp8", activations="fp8"`` multiplies FP8 by FP8, inputs by
     the calibration's static scales or, without one, each row by its own amax. ``args`` and ``kwargs`` are an example
-    of a call; ``dynamic_shapes`` says which of their sizes vary, as for ``torch.export.export``. ``dump``: a folder
-    for the graphs and the report, as the backend's; ``FP8_COMPILE_DUMP`` names one too.
+    of a call; ``dynamic_shapes`` says which of their sizes vary, as for ``torch.export.export``. ``dump`` and
+    ``inductor`` are the backend's options: a folder for graphs and report, overrides of Inductor's config.
 
     The code is for this CPU and those that have its instructions. The file appears whole or not at all.
 
@@ -70,12 +70,13 @@ def export(
     """
     if format not in ("package", "exported_program"):
         raise ValueError(f"format={format!r} is unknown; expected 'package' or 'exported_program'")
+    config = Config(recipe="tensorwise", dump=dump, inductor=inductor or {})  # type: ignore[arg-type]
     if format == "exported_program":
         if path is not None:
             raise ValueError("format='exported_program' returns the program and writes nothing; leave path out")
         packed = _packed(model, weights, calibration, options)
         names = _names(packed)
-        return rewritten(traced(packed, args, kwargs, dynamic_shapes), names, _new_dump(dump, names))
+        return rewritten(traced(packed, args, kwargs, dynamic_shapes), names, new_dump(config, names))
     if path is None:
         raise ValueError("export writes a package and needs a path for it, such as 'model.pt2'")
     path = pathlib.Path(path)
@@ -85,13 +86,13 @@ def export(
     _check_model(packed)
     program = traced(packed, args, kwargs, dynamic_shapes)
     described = describe(program)
-    names = _names(packed)
-    files, report = _compiled(program, names, _new_dump(dump, names))
+    files, report = _compiled(program, _names(packed), config)
+    chosen = {**options, **({"inductor": config.inductor} if inductor else {})}
     manifest = Manifest(
         **here(),
         cpu_features=tuple(ahead_of_time.needed_features()),
         weights=weights,
-        options={name: value if isinstance(value, PLAIN) else repr(value) for name, value in options.items()},
+        options={name: value if isinstance(value, PLAIN) else repr(value) for name, value in chosen.items()},
         report=report,
         inputs=tuple(described["inputs"]),
         ranges=described["ranges"],
@@ -139,31 +140,21 @@ def _names(model: nn.Module) -> ModuleNames:
     return ModuleNames({}, [], [name for name, _ in model.named_modules()])
 
 
-def _new_dump(folder: str | os.PathLike[str] | None, names: ModuleNames) -> GraphDump | None:
-    folder = folder or os.environ.get("FP8_COMPILE_DUMP")
-    if not folder:
-        return None
-    from .dump import GraphDump  # networkx takes a quarter of a second to import
-
-    return GraphDump.create(folder, names)
-
-
-def _compiled(
-    program: ExportedProgram, names: ModuleNames, dump: GraphDump | None
-) -> tuple[list[Any], Report]:
+def _compiled(program: ExportedProgram, names: ModuleNames, config: Config) -> tuple[list[Any], Report]:
     """The files that AOTInductor makes of a program, and what our passes did."""
     gm = program.module(check_guards=False)
     assert isinstance(gm, fx.GraphModule)
     open_fast_paths(gm)
-    rules = inference_rules()
+    dump, rules = new_dump(config, names), inference_rules(config)
     joint, split = ExportJoint(rules, names, dump), ExportSplit(rules, dump)
     library = ahead_of_time.linkable()
     configs = {
+        **config.inductor,
         "aot_inductor.package": True,
         "aot_inductor.custom_ops_to_c_shims": ahead_of_time.SHIMS,
         "aot_inductor.custom_op_libs": [library.name.removeprefix("lib").removesuffix(".a")],
-        "joint_custom_pre_pass": [joint],
-        "post_grad_custom_pre_pass": [split],
+        "joint_custom_pre_pass": with_users("joint_custom_pre_pass", joint, config.inductor),
+        "post_grad_custom_pre_pass": with_users("post_grad_custom_pre_pass", split, config.inductor),
     }
     args, kwargs = program.example_inputs  # type: ignore[misc]
     with torch.no_grad(), _library_path(library.parent):

@@ -67,7 +67,7 @@ def _is_ours(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "fp8_compile"
 
 
-def inference_rules() -> Rules:
+def inference_rules(config: Config) -> Rules:
     """Nothing is rewritten that is not packed."""
-    rules = make_rules(Config(recipe="tensorwise"), Target.parse("cpu"), Selection(("*",), ()))
+    rules = make_rules(config, Target.parse("cpu"), Selection(("*",), ()))
     return dataclasses.replace(rules, excluded=lambda module, weights=(): "not packed: in the model's own precision")

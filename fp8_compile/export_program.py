@@ -26,7 +26,7 @@ def traced(
 
 
 def rewritten(program: ExportedProgram, names: ModuleNames, dump: GraphDump | None) -> ExportedProgram:
-    """A program in core ATen, with products of packed weights as ``fp8_compile::nvfp4_mm``, ``fp8_mm`` or ``scaled_mm``.
+    """A program in core ATen, products of packed weights as ``fp8_compile::nvfp4_mm``, ``fp8_mm`` and ``scaled_mm``.
 
     It passes torch's verifier and goes through ``torch.export.save`` and ``load``, where fp8_compile is imported.
     """

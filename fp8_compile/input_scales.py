@@ -5,7 +5,7 @@ scale = amax / 448         a fp32 scalar: x / scale reaches E4M3's largest value
 
 from __future__ import annotations
 
-from typing import Iterable
+from typing import Iterable, Mapping
 
 from torch import Tensor
 
@@ -15,21 +15,18 @@ from .calibration import Calibration
 
 
 def static_scales(names: Iterable[str], calibration: Calibration) -> dict[str, Tensor]:
-    """The scale of each layer's input; layers whose inputs were all zeros have none.
-
-    Siblings of one amax (q, k and v) share one tensor, by which the compiler sees that their input is to be quantized
-    once.
-    """
+    """The scale of each layer's input; layers whose inputs were all zeros have none."""
     names = list(names)
     check_seen(names, calibration)
+    amaxes = {name: calibration.amax(name) for name in names}
+    return shared_scales({name: (amax / E4M3.max).clamp(min=_SMALLEST) for name, amax in amaxes.items() if amax > 0})
+
+
+def shared_scales(scales: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same with one tensor for siblings of one scale (q, k and v), by which the compiler sees that their input is
+    to be quantized once."""
     made: dict[tuple[str, float], Tensor] = {}
-    scales = {}
-    for name in names:
-        amax = calibration.amax(name)
-        if amax > 0:
-            key = name.rpartition(".")[0], float(amax)
-            scales[name] = made.setdefault(key, (amax / E4M3.max).clamp(min=_SMALLEST))
-    return scales
+    return {name: made.setdefault((name.rpartition(".")[0], float(one)), one) for name, one in scales.items()}
 
 
 _SMALLEST = 2.0**-126  # whose reciprocal is finite, with the room that x * (1 / scale) needs

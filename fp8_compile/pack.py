@@ -161,7 +161,7 @@ class _Packer:
         if (twin := self.done.get(id(layer.weight))) is not None:
             _share(layer, twin)
             if isinstance(layer, FP8Linear):
-                layer.use_activations(self.activations, self.input_scales.get(name))  # the weight is tied, the input not
+                layer.use_activations(self.activations, self.input_scales.get(name))  # the input is its own
             reason = _joined("tied", _inputs(layer))
             self.rows.append(PackRow(name, shape, self.format, self.method, weight.nbytes, 0, reason=reason))
             return

@@ -201,6 +201,6 @@ class FP8Linear(PackedLinear):
         return ", ".join(filter(None, (super().extra_repr(), self.inputs)))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        if self.input_scale is not None:
+        if self.input_scale is not None and f"{prefix}input_scale" in state_dict:
             self.input_scale = self.input_scale.clone()  # what is loaded need not be what siblings get
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

@@ -47,8 +47,8 @@ def _fake(x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape, dtype=E4M3.dtype), x.new_empty((rows, 1), dtype=torch.float32)
 
 
-# quantize_inputs stands for one quantize in the graph: q, k and v share it. Until products are rewritten, and where they
-# are not, it is round_inputs.
+# quantize_inputs stands for one quantize in the graph, which q, k and v share. In eager mode, and until products are
+# rewritten, it is round_inputs.
 _library = torch.library.Library("fp8_compile", "FRAGMENT")
 _library.define("quantize_inputs(Tensor x, Tensor? scale) -> (Tensor q, Tensor dequant_scale)")
 _library.impl("quantize_inputs", _quantize, "CompositeExplicitAutograd")
