@@ -75,8 +75,7 @@ def export(
         if path is not None:
             raise ValueError("format='exported_program' returns the program and writes nothing; leave path out")
         packed = _packed(model, weights, calibration, options)
-        names = _names(packed)
-        return rewritten(traced(packed, args, kwargs, dynamic_shapes), names, new_dump(config, names))
+        return rewritten(traced(packed, args, kwargs, dynamic_shapes), _names(packed), config)
     if path is None:
         raise ValueError("export writes a package and needs a path for it, such as 'model.pt2'")
     path = pathlib.Path(path)

@@ -16,6 +16,8 @@ from .module_names import ModuleNames, Selection
 from .passes.decide import Rules
 from .passes.multiply_packed import MultiplyPacked
 from .passes.pipeline import JointPipeline, Observer, Pipeline, SplitPipeline
+from .passes.rewrite_matmuls import RewriteMatmuls
+from .passes.row import Row
 from .passes.share_quantizes import ShareQuantizes
 from .target import Target
 
@@ -53,11 +55,15 @@ class ExportSplit(_Kept, SplitPipeline):
 
 
 class ProgramPipeline(Pipeline):
-    """The passes of a program that nobody compiles here: products of packed weights, and no more."""
+    """The passes of a program that nobody compiles here: products of packed weights, and rows of all others."""
 
-    def __init__(self, names: ModuleNames, observer: Observer | None = None) -> None:
-        self.packed = MultiplyPacked(names)
-        super().__init__([self.packed, ShareQuantizes()], "export", observer)
+    def __init__(self, rules: Rules, names: ModuleNames, observer: Observer | None = None) -> None:
+        self.packed, self.others = MultiplyPacked(names), RewriteMatmuls(rules, names, strict=False)
+        super().__init__([self.packed, self.others, ShareQuantizes()], "export", observer)
+
+    @property
+    def rows(self) -> list[Row]:
+        return [*self.packed.rows, *self.others.rows]
 
     def phase(self, graph: fx.Graph) -> str:
         return "inference"

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Mapping, Sequence
+from typing import Any, Mapping, Sequence
 
 import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-from .export_pipelines import ProgramPipeline
+from .backend import new_dump
+from .config import Config
+from .export_pipelines import ProgramPipeline, inference_rules
 from .module_names import ModuleNames
 from .report import Report
-
-if TYPE_CHECKING:
-    from .dump import GraphDump
 
 
 def traced(
@@ -25,16 +24,17 @@ def traced(
         return torch.export.export(model, args, dict(kwargs or {}), dynamic_shapes=dynamic_shapes)
 
 
-def rewritten(program: ExportedProgram, names: ModuleNames, dump: GraphDump | None) -> ExportedProgram:
+def rewritten(program: ExportedProgram, names: ModuleNames, config: Config) -> ExportedProgram:
     """A program in core ATen, products of packed weights as ``fp8_compile::nvfp4_mm``, ``fp8_mm`` and ``scaled_mm``.
 
     It passes torch's verifier and goes through ``torch.export.save`` and ``load``, where fp8_compile is imported.
     """
     program = program.run_decompositions()
-    pipeline = ProgramPipeline(names, dump)
+    dump = new_dump(config, names)
+    pipeline = ProgramPipeline(inference_rules(config), names, dump)
     pipeline(program.graph)
     program.graph_module.recompile()
     program.validate()
     if dump:
-        dump.write_report(Report(tuple(pipeline.packed.rows), "packed", "cpu", cache="off"))
+        dump.write_report(Report(tuple(pipeline.rows), "packed", "cpu", cache="off"))
     return program

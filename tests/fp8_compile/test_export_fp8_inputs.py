@@ -125,15 +125,21 @@ def test_a_program_has_the_gemms_too_and_dumps_where_the_environment_says(
 ) -> None:
     monkeypatch.setenv("FP8_COMPILE_DUMP", str(tmp_path / "dump"))
     model, sizes = Gated().eval(), ({0: Dim("rows")},)
+    options = {"weights": "fp8", "activations": "fp8", "exclude": ("gate",)}
     program = fp8_compile.export(
-        model, (torch.randn(5, 40),), weights="fp8", activations="fp8", dynamic_shapes=sizes, format="exported_program"
+        model, (torch.randn(5, 40),), dynamic_shapes=sizes, format="exported_program", **options
     )
-    assert (tmp_path / "dump" / "graph_000" / "report.json").exists()
+    rows = json.loads((tmp_path / "dump" / "graph_000" / "report.json").read_text())["rows"]
+    assert {row["module"]: row["decision"] for row in rows} == {
+        "gate": "skipped",
+        "up": "rewritten",
+        "down": "rewritten",
+    }
     torch.export.save(program, tmp_path / "program.pt2")
     again = torch.export.load(tmp_path / "program.pt2").run_decompositions()
     ours = [node.target._schema.name for node in again.graph.nodes if "fp8_compile" in str(node.target)]
-    assert ours.count("fp8_compile::scaled_mm") == 3 and ours.count("fp8_compile::quantize_inputs") == 2
-    fp8_compile.pack(model, "fp8", activations="fp8", progress=False)
+    assert ours == ["fp8_compile::quantize_inputs", "fp8_compile::scaled_mm"] * 2
+    fp8_compile.pack(model, "fp8", activations="fp8", exclude=("gate",), progress=False)
     with torch.no_grad():
         x = torch.randn(7, 40)
         for one, two in zip(again.module()(x), model(x)):
