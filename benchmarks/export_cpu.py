@@ -1,6 +1,6 @@
 """A Llama's packages against the compiled model and against the bf16 package, side by side in one run.
 
-    python benchmarks/export_cpu.py [--folder packages] [--threads 2]
+    python benchmarks/export_cpu.py [--folder packages] [--threads 2] [--tokens 1 64]
 
 One token at a time through four layers of width 1024 (batch 1, no cache), then 64 tokens. Packages are made once and
 kept in the folder. Times are medians of rounds that take turns.
@@ -80,6 +80,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--folder", type=pathlib.Path, default=pathlib.Path("packages"))
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--tokens", type=int, nargs="*", default=(1, 64), help="lengths to measure (default 1 64)")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
@@ -92,7 +93,7 @@ def main() -> None:
         fp8_compile.pack(packed, progress=False, **pack)
         runs[f"{name} compiled"] = torch.compile(packed, backend="fp8", dynamic=True)
     with torch.no_grad():
-        for tokens in (1, 64):
+        for tokens in arguments.tokens:
             x = torch.randint(4096, (1, tokens))
             results = {name: run(x) for name, run in runs.items()}
             for name in COMPILED:

@@ -21,14 +21,17 @@ constexpr int64_t CHUNK = 4096;  // elements a thread takes at a time: a few pag
 
 // Magnitudes are compared as integers: NaN is above Inf is above all numbers, so that it wins.
 template <class In>
+uint32_t largest_bits(const typename In::type* x, int64_t count) {
+  uint32_t most = 0;
+  for (int64_t i = 0; i < count; ++i) most = std::max(most, bits(In::load(x[i])) & 0x7fffffffu);
+  return most;
+}
+
+template <class In>
 void amax(const typename In::type* x, int64_t rows, int64_t cols, int axis, float* out, int threads) {
   if (axis == ROW) {
 #pragma omp parallel for num_threads(threads)
-    for (int64_t i = 0; i < rows; ++i) {
-      uint32_t most = 0;
-      for (int64_t j = 0; j < cols; ++j) most = std::max(most, bits(In::load(x[i * cols + j])) & 0x7fffffffu);
-      out[i] = value(most);
-    }
+    for (int64_t i = 0; i < rows; ++i) out[i] = value(largest_bits<In>(x + i * cols, cols));
   } else if (axis == COL) {
 #pragma omp parallel for num_threads(threads)
     for (int64_t first = 0; first < cols; first += 256) {
@@ -43,12 +46,8 @@ void amax(const typename In::type* x, int64_t rows, int64_t cols, int axis, floa
     uint32_t most = 0;
     int64_t count = rows * cols;
 #pragma omp parallel for num_threads(threads) reduction(max : most)
-    for (int64_t first = 0; first < count; first += CHUNK) {
-      int64_t last = std::min(count, first + CHUNK);
-      uint32_t here = 0;
-      for (int64_t i = first; i < last; ++i) here = std::max(here, bits(In::load(x[i])) & 0x7fffffffu);
-      most = std::max(most, here);
-    }
+    for (int64_t first = 0; first < count; first += CHUNK)
+      most = std::max(most, largest_bits<In>(x + first, std::min(CHUNK, count - first)));
     out[0] = value(most);
   }
 }
@@ -101,11 +100,9 @@ void delayed(const void* from, int64_t count, float reach, float* scale, uint8_t
   uint32_t seen = 0;
 #pragma omp parallel for num_threads(threads) reduction(max : seen)
   for (int64_t first = 0; first < count; first += CHUNK) {
-    const int64_t last = std::min(count, first + CHUNK);
-    uint32_t here = 0;
-    for (int64_t i = first; i < last; ++i) here = std::max(here, bits(In::load(x[i])) & 0x7fffffffu);
-    if (codes) encode<In, To>(x + first, last - first, [s](int64_t) { return s; }, codes + first);
-    seen = std::max(seen, here);
+    const int64_t width = std::min(CHUNK, count - first);
+    seen = std::max(seen, largest_bits<In>(x + first, width));
+    if (codes) encode<In, To>(x + first, width, [s](int64_t) { return s; }, codes + first);
   }
   *largest = value(seen);
 }
@@ -121,8 +118,7 @@ void inputs(const void* from, int64_t rows, int64_t cols, int64_t stride, const 
     const auto* row = x + i * stride;
     float s = known ? 1.0f / *known : 0.0f;
     if (!known) {
-      float largest;
-      amax<In>(row, 1, cols, ROW, &largest, 1);
+      float largest = value(largest_bits<In>(row, cols));
       largest = largest < AMAX_FLOOR ? AMAX_FLOOR : largest;  // a comparison that leaves NaN alone
       s = (1.0f / largest) * E4M3::max;
       scales[i] = 1.0f / s + largest * 0.0f;
