@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import pathlib
 
-from torch._inductor.cpp_builder import get_cpp_compiler
 from torch.utils.cpp_extension import include_paths
 
 from fp8_compile.kernels import fp8_weight
@@ -19,7 +18,7 @@ from fp8_compile.kernels.fp8_inputs import quantize_inputs_op
 from fp8_compile.kernels.nvfp4.ops import mm_op
 
 from .isa import Isa, cpu_features
-from .library import FLAGS, SOURCES, compiled_objects, kept, run_compiler, source_texts, working_isa
+from .library import FLAGS, SOURCES, compiled_objects, get_cpp_compiler, kept, run_compiler, source_texts, working_isa
 from .scaled_mm import scaled_mm_op
 
 SHIMS = {

@@ -17,10 +17,6 @@ import subprocess
 import tempfile
 from typing import Callable, Mapping
 
-from torch._inductor.cpp_builder import get_cpp_compiler
-from torch._inductor.exc import InvalidCxxCompiler
-from torch._inductor.runtime.cache_dir_utils import cache_dir
-
 from .isa import VARIABLE, Isa, candidates
 
 log = logging.getLogger("fp8_compile")
@@ -41,9 +37,18 @@ class CompilationError(RuntimeError):
     """The compiler is there, but does not compile our sources."""
 
 
+def get_cpp_compiler() -> str:
+    """The one that Inductor uses."""
+    from torch._inductor import cpp_builder  # it takes seconds, which who loads a package need not spend
+
+    return cpp_builder.get_cpp_compiler()
+
+
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """The kernels for this CPU, or None, with a warning once, where there is no compiler."""
+    from torch._inductor.exc import InvalidCxxCompiler
+
     try:
         compiler = get_cpp_compiler()
     except InvalidCxxCompiler:
@@ -94,6 +99,8 @@ def kept(stem: str, suffix: str, key: str, make: Callable[[pathlib.Path], pathli
     ``make(folder)`` writes it somewhere in an empty folder. Several processes may do so at once: each moves a whole
     file into place. A cache that can't be written gives a file for this process alone.
     """
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
     folder = pathlib.Path(cache_dir()) / "fp8_compile"
     path = folder / f"{stem}_{hashlib.sha256(key.encode()).hexdigest()[:32]}{suffix}"
     if path.exists():
