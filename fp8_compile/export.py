@@ -24,8 +24,10 @@ from torch.export.pt2_archive._package import package_pt2
 
 from fp8_compile.kernels.cpu import ahead_of_time
 
+from .backend import new_dump, with_users
 from .calibration import Calibration
-from .export_pipelines import ExportJoint, inference_rules
+from .config import Config
+from .export_pipelines import ExportJoint, ExportSplit, inference_rules
 from .export_program import rewritten, traced
 from .fast_paths import open_fast_paths
 from .linear_layers import unwrapped
@@ -33,8 +35,7 @@ from .module_names import ModuleNames
 from .pack import FORMATS, pack
 from .package_inputs import PLAIN, describe
 from .package_manifest import FILE, Manifest, here
-from .packed_linear import NVFP4Linear
-from .passes.pipeline import SplitPipeline
+from .packed_linear import FP8Linear, NVFP4Linear
 from .report import Report
 
 log = logging.getLogger("fp8_compile")
@@ -50,14 +51,18 @@ def export(
     calibration: Calibration | None = None,
     dynamic_shapes: Any = None,
     format: str = "package",
+    dump: str | os.PathLike[str] | None = None,
+    inductor: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Report | ExportedProgram:
     """Write a package that ``fp8_compile.load``, or libtorch's ``AOTIModelPackageLoader``, runs; a row a matmul.
 
     ``weights``: "nvfp4" or "fp8" packs a copy of the model first, with ``calibration`` and with ``options``, which are
     ``pack``'s; None takes the model as it is, packed or not. Products with packed weights run from the packed form,
-    all others in the model's own precision. ``args`` and ``kwargs`` are an example of a call; ``dynamic_shapes`` says
-    which of their sizes vary, as for ``torch.export.export``.
+    all others in the model's own precision. ``weights="fp8", activations="fp8"`` multiplies FP8 by FP8, inputs by
+    the calibration's static scales or, without one, each row by its own amax. ``args`` and ``kwargs`` are an example
+    of a call; ``dynamic_shapes`` says which of their sizes vary, as for ``torch.export.export``. ``dump`` and
+    ``inductor`` are the backend's options: a folder for graphs and report, overrides of Inductor's config.
 
     The code is for this CPU and those that have its instructions. The file appears whole or not at all.
 
@@ -65,11 +70,12 @@ def export(
     """
     if format not in ("package", "exported_program"):
         raise ValueError(f"format={format!r} is unknown; expected 'package' or 'exported_program'")
+    config = Config(recipe="tensorwise", dump=dump, inductor=inductor or {})  # type: ignore[arg-type]
     if format == "exported_program":
         if path is not None:
             raise ValueError("format='exported_program' returns the program and writes nothing; leave path out")
         packed = _packed(model, weights, calibration, options)
-        return rewritten(traced(packed, args, kwargs, dynamic_shapes))
+        return rewritten(traced(packed, args, kwargs, dynamic_shapes), _names(packed), config)
     if path is None:
         raise ValueError("export writes a package and needs a path for it, such as 'model.pt2'")
     path = pathlib.Path(path)
@@ -79,16 +85,17 @@ def export(
     _check_model(packed)
     program = traced(packed, args, kwargs, dynamic_shapes)
     described = describe(program)
-    files, report = _compiled(program, packed)
+    files, report = _compiled(program, _names(packed), config)
+    chosen = {**options, **({"inductor": config.inductor} if inductor else {})}
     manifest = Manifest(
         **here(),
         cpu_features=tuple(ahead_of_time.needed_features()),
         weights=weights,
-        options={name: value if isinstance(value, PLAIN) else repr(value) for name, value in options.items()},
+        options={name: value if isinstance(value, PLAIN) else repr(value) for name, value in chosen.items()},
         report=report,
         inputs=tuple(described["inputs"]),
         ranges=described["ranges"],
-        calibration=_summary(calibration),
+        calibration=_summary(calibration, packed),
     )
     _write(path, files, manifest)
     log.info("exported to %s: %s", path, report.summary())
@@ -111,11 +118,6 @@ def _packed(
         return root
     if weights not in FORMATS:
         raise ValueError(f"weights={weights!r} is unknown; expected None or one of: {', '.join(FORMATS)}")
-    if weights == "fp8" and calibration is not None:
-        raise ValueError(
-            "weights='fp8' keeps activations in the model's precision: scales for them from a calibration are not "
-            "supported by export yet; leave calibration out"
-        )
     twin = copy.deepcopy(root)
     pack(twin, weights, calibration=calibration, **{"progress": False, **options})
     return twin
@@ -133,27 +135,34 @@ def _check_model(model: nn.Module) -> None:
             )
 
 
-def _compiled(program: ExportedProgram, model: nn.Module) -> tuple[list[Any], Report]:
+def _names(model: nn.Module) -> ModuleNames:
+    return ModuleNames({}, [], [name for name, _ in model.named_modules()])
+
+
+def _compiled(program: ExportedProgram, names: ModuleNames, config: Config) -> tuple[list[Any], Report]:
     """The files that AOTInductor makes of a program, and what our passes did."""
     gm = program.module(check_guards=False)
     assert isinstance(gm, fx.GraphModule)
     open_fast_paths(gm)
-    names = ModuleNames({}, [], [name for name, _ in model.named_modules()])
-    rules = inference_rules()
-    joint, split = ExportJoint(rules, names), SplitPipeline(rules, "export")
+    dump, rules = new_dump(config, names), inference_rules(config)
+    joint, split = ExportJoint(rules, names, dump), ExportSplit(rules, dump)
     library = ahead_of_time.linkable()
     configs = {
+        **config.inductor,
         "aot_inductor.package": True,
         "aot_inductor.custom_ops_to_c_shims": ahead_of_time.SHIMS,
         "aot_inductor.custom_op_libs": [library.name.removeprefix("lib").removesuffix(".a")],
-        "joint_custom_pre_pass": [joint],
-        "post_grad_custom_pre_pass": [split],
+        "joint_custom_pre_pass": with_users("joint_custom_pre_pass", joint, config.inductor),
+        "post_grad_custom_pre_pass": with_users("post_grad_custom_pre_pass", split, config.inductor),
     }
     args, kwargs = program.example_inputs  # type: ignore[misc]
     with torch.no_grad(), _library_path(library.parent):
         files = aot_compile(gm, args, kwargs, options=configs)
     assert isinstance(files, list)
-    return files, Report(tuple(joint.rows), "packed", "cpu", cache="off")
+    report = Report(tuple(joint.rows), "packed", "cpu", cache="off")
+    if dump:
+        dump.write_report(report)
+    return files, report
 
 
 @contextlib.contextmanager
@@ -181,12 +190,16 @@ def _write(path: pathlib.Path, files: list[Any], manifest: Manifest) -> None:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _summary(calibration: Calibration | None) -> dict[str, Any] | None:
-    """Of each layer: how many rows it saw, and the largest."""
+def _summary(calibration: Calibration | None, packed: nn.Module) -> dict[str, Any] | None:
+    """Of each layer: how many rows it saw, the largest element, and how its inputs are scaled where they are."""
     if calibration is None:
         return None
+    inputs = {name: layer.inputs for name, layer in packed.named_modules() if isinstance(layer, FP8Linear)}
     return {
-        name: {"rows": calibration.tokens(name), "amax": float(calibration.amax(name))} for name in calibration.names
+        name: {
+            "rows": calibration.tokens(name),
+            "amax": float(calibration.amax(name)),
+            **({"inputs": inputs[name]} if inputs.get(name) else {}),
+        }
+        for name in calibration.names
     }
-
-

@@ -14,20 +14,27 @@ from .backend import make_rules
 from .config import Config
 from .module_names import ModuleNames, Selection
 from .passes.decide import Rules
-from .passes.pipeline import JointPipeline
+from .passes.multiply_packed import MultiplyPacked
+from .passes.pipeline import JointPipeline, Observer, Pipeline, SplitPipeline
+from .passes.rewrite_matmuls import RewriteMatmuls
+from .passes.row import Row
+from .passes.share_quantizes import ShareQuantizes
 from .target import Target
 
 
-class ExportJoint(JointPipeline):
+class _Kept:
+    """``compile_fx_aot`` copies its options deeply: what a copied pass records and dumps would be lost."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self
+
+
+class ExportJoint(_Kept, JointPipeline):
     """The joint pipeline; an operation of ours that would need Python is an error."""
 
-    def __init__(self, rules: Rules, names: ModuleNames) -> None:
-        super().__init__(rules, names, "export", strict=False)
+    def __init__(self, rules: Rules, names: ModuleNames, observer: Observer | None = None) -> None:
+        super().__init__(rules, names, "export", observer, strict=False)
         self.names = names
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ExportJoint:
-        """``compile_fx_aot`` copies its options deeply: what a copied pass records would be lost."""
-        return self
 
     def __call__(self, graph: fx.Graph) -> None:
         super().__call__(graph)
@@ -40,11 +47,33 @@ class ExportJoint(JointPipeline):
             )
 
 
+class ExportSplit(_Kept, SplitPipeline):
+    """The pipeline of the forward that is left."""
+
+    def __init__(self, rules: Rules, observer: Observer | None = None) -> None:
+        super().__init__(rules, "export", observer)
+
+
+class ProgramPipeline(Pipeline):
+    """The passes of a program that nobody compiles here: products of packed weights, and rows of all others."""
+
+    def __init__(self, rules: Rules, names: ModuleNames, observer: Observer | None = None) -> None:
+        self.packed, self.others = MultiplyPacked(names), RewriteMatmuls(rules, names, strict=False)
+        super().__init__([self.packed, self.others, ShareQuantizes()], "export", observer)
+
+    @property
+    def rows(self) -> list[Row]:
+        return [*self.packed.rows, *self.others.rows]
+
+    def phase(self, graph: fx.Graph) -> str:
+        return "inference"
+
+
 def _is_ours(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "fp8_compile"
 
 
-def inference_rules() -> Rules:
+def inference_rules(config: Config) -> Rules:
     """Nothing is rewritten that is not packed."""
-    rules = make_rules(Config(recipe="tensorwise"), Target.parse("cpu"), Selection(("*",), ()))
+    rules = make_rules(config, Target.parse("cpu"), Selection(("*",), ()))
     return dataclasses.replace(rules, excluded=lambda module, weights=(): "not packed: in the model's own precision")

@@ -8,8 +8,11 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
+from .backend import new_dump
+from .config import Config
+from .export_pipelines import ProgramPipeline, inference_rules
 from .module_names import ModuleNames
-from .passes.multiply_packed import MultiplyPacked
+from .report import Report
 
 
 def traced(
@@ -21,15 +24,17 @@ def traced(
         return torch.export.export(model, args, dict(kwargs or {}), dynamic_shapes=dynamic_shapes)
 
 
-def rewritten(program: ExportedProgram) -> ExportedProgram:
-    """A program in core ATen, with products of packed weights as ``fp8_compile::nvfp4_mm`` and ``fp8_compile::fp8_mm``.
+def rewritten(program: ExportedProgram, names: ModuleNames, config: Config) -> ExportedProgram:
+    """A program in core ATen, products of packed weights as ``fp8_compile::nvfp4_mm``, ``fp8_mm`` and ``scaled_mm``.
 
     It passes torch's verifier and goes through ``torch.export.save`` and ``load``, where fp8_compile is imported.
     """
     program = program.run_decompositions()
-    MultiplyPacked(ModuleNames({}, [], [])).run(program.graph)
-    program.graph.eliminate_dead_code()
-    program.graph.lint()
+    dump = new_dump(config, names)
+    pipeline = ProgramPipeline(inference_rules(config), names, dump)
+    pipeline(program.graph)
     program.graph_module.recompile()
     program.validate()
+    if dump:
+        dump.write_report(Report(tuple(pipeline.rows), "packed", "cpu", cache="off"))
     return program

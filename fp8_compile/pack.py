@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from fp8_compile.kernels import fp8_weight
-from fp8_compile.kernels.nvfp4.ops import ACTIVATIONS
+from fp8_compile.kernels import fp8_inputs, fp8_weight
+from fp8_compile.kernels.nvfp4 import ops as nvfp4
 from fp8_compile.kernels.nvfp4.quantize import METHODS, NEED_HESSIAN, check_method, own_global_scale, quantize_nvfp4
 
 from .calibrate import run_batch
 from .calibration import Calibration
+from .input_scales import check_seen, static_scales
 from .linear_layers import fused_groups, linear_layers, reason_against_packing, unwrapped, weight_of
 from .module_names import Selection
 from .pack_report import PackReport, PackRow
@@ -22,6 +23,7 @@ from .packed_linear import FP8Linear, NVFP4Linear, PackedLinear
 
 log = logging.getLogger("fp8_compile")
 FORMATS = ("nvfp4", "fp8")
+ACTIVATIONS = {"nvfp4": nvfp4.ACTIVATIONS, "fp8": fp8_inputs.ACTIVATIONS}
 
 
 def pack(
@@ -42,15 +44,16 @@ def pack(
 
     ``method`` is one of ``quantize_nvfp4``'s, by default "gptq" with a calibration and "sweep" without; ``options``
     are that method's. ``exclude`` and ``include`` are globs on dotted names; output heads are left alone unless
-    ``include`` names them. ``activations``: None keeps inputs exact; "int8" rounds them by blocks of 16 as they come,
-    for the fastest CPU kernels; "nvfp4" for the tensor cores of sm_100.
+    ``include`` names them. ``activations``: None keeps inputs exact. Of NVFP4: "int8" rounds them by blocks of 16 as
+    they come, for the fastest CPU kernels; "nvfp4" for the tensor cores of sm_100. Of FP8: "fp8" rounds them to E4M3,
+    by static scales, the calibration's amax / 448, or without a calibration each row by its own amax.
 
     ``sequential``: layers are packed in the order in which they run, each by what its inputs are now that the layers
     before it are packed. That needs the calibration's batches a second time: it is the default where they are a list.
     Its cost is one pass over the batches, as far as the layer, for every group of layers that share an input.
     """
     root = unwrapped(model)
-    _check(format, method, activations, options)
+    _check(format, method, activations, calibration, options)
     if format == "fp8":
         method = "rtn"
     method = method or ("gptq" if calibration is not None else "sweep")
@@ -62,8 +65,11 @@ def pack(
     check_method(method, calibration is not None, next(iter(chosen)))
     packer = _Packer(root, chosen, format, method, activations, block_size, options)
     if format == "fp8" or method not in NEED_HESSIAN:
+        if format == "fp8" and calibration is not None:
+            packer.input_scales = static_scales(chosen, calibration)
+        weighs = format == "fp8" and calibration is not None and calibration.keeps_hessians
         for name in tqdm(chosen, desc=f"pack {method}", disable=not progress):
-            packer.pack(name, None)
+            packer.pack(name, calibration.hessian(name) if weighs else None)  # type: ignore[union-attr]
     else:
         assert calibration is not None
         packer.pack_calibrated(calibration, sequential, progress)
@@ -122,6 +128,7 @@ class _Packer:
         self.done: dict[int, PackedLinear] = {}  # by id of the weight: tied layers share what it became
         self.kept: list[Tensor] = []  # so that no id is used twice
         self.global_scales = _shared_global_scales(layers, method) if format == "nvfp4" else {}
+        self.input_scales: dict[str, Tensor] = {}  # of the layers that have static ones
 
     def pack_calibrated(self, calibration: Calibration, sequential: bool | None, progress: bool) -> None:
         if sequential and calibration.batches is None:
@@ -131,11 +138,7 @@ class _Packer:
         again = calibration.batches if sequential or sequential is None else None
         groups = [[name for name in group if name in self.layers] for group in calibration.groups()]
         groups = [group for group in groups if group]
-        unseen = set(self.layers) - {name for group in groups for name in group}
-        if unseen:
-            raise ValueError(
-                f"{', '.join(sorted(unseen))}: no calibration batch reached it; add batches that do, or exclude it"
-            )
+        check_seen(self.layers, calibration)
         for number, group in enumerate(tqdm(groups, desc=f"pack {self.method}", disable=not progress)):
             statistics = calibration
             if number and again is not None:
@@ -157,12 +160,16 @@ class _Packer:
         shape = tuple(weight.shape)
         if (twin := self.done.get(id(layer.weight))) is not None:
             _share(layer, twin)
-            self.rows.append(PackRow(name, shape, self.format, self.method, weight.nbytes, 0, reason="tied"))
+            if isinstance(layer, FP8Linear):
+                layer.use_activations(self.activations, self.input_scales.get(name))  # the input is its own
+            reason = _joined("tied", _inputs(layer))
+            self.rows.append(PackRow(name, shape, self.format, self.method, weight.nbytes, 0, reason=reason))
             return
         key, before = id(layer.weight), weight.detach()
         self.kept.append(layer.weight)
         if self.format == "fp8":
-            FP8Linear.convert(layer, *fp8_weight.quantize(weight, name), dtype)
+            codes, scales = fp8_weight.quantize(weight, name)
+            FP8Linear.convert(layer, codes, scales, dtype, self.activations, self.input_scales.get(name))
         else:
             packed = quantize_nvfp4(
                 weight,
@@ -177,7 +184,8 @@ class _Packer:
         assert isinstance(layer, PackedLinear)
         self.done[key] = layer
         error = _relative_error(before, layer.dequantize(), hessian)
-        self.rows.append(PackRow(name, shape, self.format, self.method, before.nbytes, layer.memory_bytes(), error))
+        sizes = before.nbytes, layer.memory_bytes()
+        self.rows.append(PackRow(name, shape, self.format, self.method, *sizes, error, reason=_inputs(layer)))
         if len(self.kept) and not _is_tied(self.root, self.kept[-1]):
             self.kept.pop()
             self.done.pop(key)
@@ -193,6 +201,14 @@ def _correct_bias(layer: nn.Module, wanted: Tensor, mean: Tensor) -> None:
     if layer.bias is not None:
         with torch.no_grad():
             layer.bias += wanted - layer.dequantize() @ mean
+
+
+def _inputs(layer: nn.Module) -> str:
+    return layer.inputs if isinstance(layer, FP8Linear) else ""
+
+
+def _joined(*reasons: str) -> str:
+    return "; ".join(filter(None, reasons))
 
 
 def _is_tied(root: nn.Module, weight: Tensor) -> bool:
@@ -231,14 +247,27 @@ def _relative_error(before: Tensor, after: Tensor, hessian: Tensor | None) -> fl
     return float((power(error).clamp(min=0) / power(before).clamp(min=1e-30)).sqrt())
 
 
-def _check(format: str, method: str | None, activations: str | None, options: dict[str, Any]) -> None:
+def _check(
+    format: str,
+    method: str | None,
+    activations: str | None,
+    calibration: Calibration | None,
+    options: dict[str, Any],
+) -> None:
     if format not in FORMATS:
         raise ValueError(f"format={format!r} is unknown; expected one of: {', '.join(FORMATS)}")
-    if activations not in ACTIVATIONS:
-        expected = ", ".join(map(repr, ACTIVATIONS))
-        raise ValueError(f"activations={activations!r} is unknown; expected one of: {expected}")
-    if format == "fp8" and (method not in (None, "rtn") or activations is not None or options):
-        raise ValueError("format='fp8' has one method, 'rtn', and exact activations; leave method and activations out")
+    if activations not in ACTIVATIONS[format]:
+        expected = ", ".join(map(repr, ACTIVATIONS[format]))
+        raise ValueError(
+            f"activations={activations!r} is unknown to format={format!r}; expected one of: {expected}"
+        )
+    if format == "fp8" and (method not in (None, "rtn") or options):
+        raise ValueError("format='fp8' has one method, 'rtn', without options; leave them out")
+    if format == "fp8" and calibration is not None and activations is None:
+        raise ValueError(
+            "calibration: of format='fp8' it gives the inputs their scales, but activations=None keeps inputs exact; "
+            "say activations='fp8', or leave the calibration out"
+        )
     if method is not None and method not in METHODS:
         check_method(method, True, "pack")
 

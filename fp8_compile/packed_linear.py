@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fp8_compile.kernels import fp8_weight
+from fp8_compile.kernels.fp8_inputs import ACTIVATIONS, round_inputs_op
 from fp8_compile.kernels.nvfp4 import ops
 from fp8_compile.kernels.nvfp4.weight import NVFP4Weight
 
@@ -62,8 +63,10 @@ class PackedLinear(nn.Module):
         finally:
             self._buffers.update(buffers)
         for name, value in buffers.items():
-            moved = fn(value.reshape(-1).view(torch.uint8))
-            self._buffers[name] = moved.view(value.dtype).reshape(value.shape)
+            given = value.reshape(-1).view(torch.uint8)
+            moved = fn(given)
+            if moved is not given:  # or layers that share a tensor would have one each
+                self._buffers[name] = moved.view(value.dtype).reshape(value.shape)
         if self.bias is not None and self.bias.is_floating_point():
             self.dtype = self.bias.dtype
         return self
@@ -144,21 +147,60 @@ class NVFP4Linear(PackedLinear):
 
 
 class FP8Linear(PackedLinear):
-    """Weight in E4M3, a scale a row: codes e4m3 [N, K], scales fp32 [N]."""
+    """Weight in E4M3, a scale a row: codes e4m3 [N, K], scales fp32 [N].
+
+    ``activations="fp8"``: inputs are rounded to E4M3 too, by ``input_scale`` (fp32 [], a calibration's amax / 448), or
+    where that is None each row by its own amax.
+    """
 
     packed = ("codes", "scales")
     codes: Tensor
     scales: Tensor
+    activations: str | None = None
+    input_scale: Tensor | None
 
     @classmethod
-    def convert(cls, layer: nn.Module, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> None:
+    def convert(
+        cls,
+        layer: nn.Module,
+        codes: Tensor,
+        scales: Tensor,
+        dtype: torch.dtype,
+        activations: str | None = None,
+        input_scale: Tensor | None = None,
+    ) -> None:
         layer.__class__ = cls
         assert isinstance(layer, FP8Linear)
         layer._become(codes.shape[1], codes.shape[0], dtype, {"codes": codes, "scales": scales})
+        layer.use_activations(activations, input_scale)
+
+    def use_activations(self, activations: str | None, input_scale: Tensor | None = None) -> None:
+        """Say how inputs are rounded."""
+        assert activations in ACTIVATIONS and (activations or input_scale is None)
+        self.activations = activations
+        self.register_buffer("input_scale", input_scale)
+        self.packed = (*type(self).packed, *(() if input_scale is None else ("input_scale",)))
+
+    @property
+    def inputs(self) -> str:
+        """"" where inputs stay as they are; otherwise what they are rounded to, and by which scale."""
+        if self.activations is None:
+            return ""
+        return "inputs e4m3, dynamic scale a row" if self.input_scale is None else "inputs e4m3, static scale"
 
     def forward(self, input: Tensor) -> Tensor:
         rows = input.reshape(-1, self.in_features)
+        if self.activations is not None:
+            rows = round_inputs_op(rows, self.input_scale)
         return F.linear(rows, self.dequantize(input.dtype), self.bias).view(*input.shape[:-1], self.out_features)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         return fp8_weight.dequantize_op(self.codes, self.scales, dtype)
+
+    def extra_repr(self) -> str:
+        return ", ".join(filter(None, (super().extra_repr(), self.inputs)))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        if self.input_scale is not None and f"{prefix}input_scale" in state_dict:
+            self.input_scale = self.input_scale.clone()  # what is loaded need not be what siblings get
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

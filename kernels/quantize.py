@@ -17,7 +17,6 @@ from __future__ import annotations
 from typing import Sequence
 
 import torch
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from .formats import format_of
 
@@ -57,6 +56,8 @@ def block_amax(x: torch.Tensor, block: Block) -> torch.Tensor:
     rows, cols = x.shape
     magnitude = x.abs()
     if not is_tiled(block):
+        from torch.fx.experimental.symbolic_shapes import statically_known_true  # SymPy takes a second to import
+
         dims = [dim for dim in (0, 1) if block[dim] == WHOLE]
         if any(not statically_known_true(x.shape[dim] > 0) for dim in dims):
             # Perhaps empty: a zero more along the reduced dimensions changes no maximum, and there always is one.

@@ -11,7 +11,6 @@ Scales that do not vary along K are taken out of the sum, where the products are
 from __future__ import annotations
 
 import torch
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from .quantize import spread
 
@@ -71,4 +70,6 @@ def _block(size: int | torch.SymInt, scales: int | torch.SymInt) -> int:
 
 
 def _same(size: int | torch.SymInt, other: int | torch.SymInt) -> bool:
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # SymPy takes a second to import
+
     return statically_known_true(size == other)

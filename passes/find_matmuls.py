@@ -20,7 +20,7 @@ import torch
 from torch import fx
 from torch._functorch._aot_autograd.descriptors import TangentAOTInput
 
-from .emit import value
+from .emit import GEMM, value
 from .row import Gemm
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -290,7 +290,7 @@ def _backward_roles(
 
 
 def _other_reason(node: fx.Node) -> str | None:
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, torch._ops.OpOverload) or node.meta.get("fp8_kind") == GEMM:
         return None
     name = _op_name(node)
     if "grouped_mm" in name and "scaled" not in name:

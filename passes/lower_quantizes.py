@@ -13,6 +13,7 @@ from fp8_compile.kernels.stochastic_cast import cast_stochastic
 
 from .emit import inline
 from .graph_pass import GraphPass, PassReport
+from .multiply_fp8 import lower_quantize_inputs
 
 SCALES, CAST = "scales", "cast"  # values of meta["fp8_kind"]: which half of a quantize a node belongs to
 
@@ -27,8 +28,12 @@ class LowerQuantizes(GraphPass):
 
     As plain ops the partitioner knows that q is cheap: it saves q, a byte an element, or computes it again in
     backward from what is saved anyway. The scales are always saved, so that nothing is reduced twice.
-    On a GPU Inductor fuses the cast into the producer of x and the amax into the reduction before it.
+    On a GPU Inductor fuses the cast into the producer of x and the amax into the reduction before it. The inputs of
+    packed FP8 weights (``quantize_inputs``) stay one call on a CPU.
     """
+
+    def __init__(self, target: str = "cpu") -> None:
+        self.target = target
 
     def run(self, graph: fx.Graph) -> PassReport:
         nodes = graph.find_nodes(op="call_function", target=quantize_op)
@@ -51,7 +56,8 @@ class LowerQuantizes(GraphPass):
                 user.replace_all_uses_with(results[user.args[1]])
                 graph.erase_node(user)
             graph.erase_node(node)
-        return PassReport(len(nodes), "quantizes lowered")
+        inputs = lower_quantize_inputs(graph) if self.target != "cpu" else 0
+        return PassReport(len(nodes) + inputs, "quantizes lowered")
 
 
 def _cast_stochastic(

@@ -7,13 +7,14 @@ import dataclasses
 import torch
 from torch import fx
 
-from fp8_compile.kernels import fp8_weight
+from fp8_compile.kernels import fp8_inputs, fp8_weight
 from fp8_compile.kernels.nvfp4 import ops as nvfp4
 
 from .emit import NEVER_SAVED, emit, value
 from .find_matmuls import Names, is_backward
 from .graph_pass import GraphPass, PassReport
-from .row import REWRITTEN, Row
+from .multiply_fp8 import multiply_fp8, reason_against_fp8
+from .row import REWRITTEN, Row, code_line
 
 aten, prims = torch.ops.aten, torch.ops.prims
 CASTS = (prims.convert_element_type.default, aten._to_copy.default)
@@ -29,10 +30,17 @@ class PackedProduct:
     dequantize: fx.Node
     bias: fx.Node | None
     activations: str | None
+    input_scale: fx.Node | None = None  # of activations="fp8", where it is static
 
     @property
     def format(self) -> str:
         return DEQUANTIZES[self.dequantize.target]  # type: ignore[index]
+
+    @property
+    def shape(self) -> tuple[int | torch.SymInt, ...]:
+        """(M, N, K)."""
+        m, k = value(self.x).shape
+        return m, value(self.node).shape[1], k
 
 
 class MultiplyPacked(GraphPass):
@@ -42,12 +50,13 @@ class MultiplyPacked(GraphPass):
              y: bf16[M, N] = addmm(bias, nvfp4_round_activations(x), permute(w))
     After:   y: bf16[M, N] = nvfp4_mm(x, codes, block_scales, global_scale, bias, activations, layout)
 
-    The same for ``fp8_dequantize`` and ``fp8_mm``. A gradient's product with the weight stays as it is, on a weight
-    that backward dequantizes anew. Every replaced product gets a :class:`Row`.
+    The same for ``fp8_dequantize`` and ``fp8_mm``; where inputs go through ``round_inputs`` it is an FP8 gemm
+    (``multiply_fp8.py``). A gradient's product with the weight stays as it is, on a weight that backward dequantizes
+    anew. Every replaced product gets a :class:`Row`.
     """
 
-    def __init__(self, names: Names) -> None:
-        self.names = names
+    def __init__(self, names: Names, target: str = "cpu") -> None:
+        self.names, self.target = names, target
         self.rows: list[Row] = []
 
     @staticmethod
@@ -58,23 +67,41 @@ class MultiplyPacked(GraphPass):
     def run(self, graph: fx.Graph) -> PassReport:
         found = [product for node in graph.nodes if (product := _packed_product(node)) is not None]
         for product in found:
-            self.rows.append(self._row(product))
-            _replace(graph, product)
+            module = self.names.module_of(product.node)
+            product.node.meta.update(fp8_module=module, fp8_gemm="output", fp8_site=product.node.name)
+            against = self._reason_against_fp8(product)
+            self.rows.append(_row(product, module, against))
+            _replace(graph, product, self.target, in_fp8=product.activations == "fp8" and against is None)
         for node in graph.nodes:
             if node.target in DEQUANTIZES and all(is_backward(user) for user in node.users):
                 node.meta.update(NEVER_SAVED)
         return PassReport(len(found), "products with packed weights")
 
-    def _row(self, product: PackedProduct) -> Row:
-        node, x = product.node, value(product.x)
-        sizes = (x.shape[0], value(node).shape[1], x.shape[1])
-        shape = tuple(size if isinstance(size, int) else str(size) for size in sizes)
-        inputs = product.activations or str(x.dtype).removeprefix("torch.")
-        module = self.names.module_of(node)
-        reason = f"packed weight: {product.format}, inputs {inputs}"
-        formats = (inputs, "e2m1" if product.format == "nvfp4" else "e4m3")
-        op = node.target._schema.name.partition("::")[2]  # type: ignore[union-attr]
-        return Row(module, "output", shape, REWRITTEN, reason, op, f"{module}.codes".strip("."), formats)
+    def _reason_against_fp8(self, product: PackedProduct) -> str | None:
+        return reason_against_fp8(product.shape, self.target) if product.activations == "fp8" else None
+
+
+def _row(product: PackedProduct, module: str, against: str | None) -> Row:
+    node = product.node
+    shape = tuple(size if isinstance(size, int) else str(size) for size in product.shape)
+    own = str(value(product.x).dtype).removeprefix("torch.")
+    inputs = "e4m3" if product.activations == "fp8" else product.activations or own
+    reason = f"packed weight: {product.format}, inputs {inputs}"
+    if product.activations == "fp8":
+        reason += ", static scale" if product.input_scale is not None else ", dynamic scale a row"
+        reason += f"; multiplied in {own}: {against}" if against else ""
+    return Row(
+        module,
+        "output",
+        shape,
+        REWRITTEN,
+        reason,
+        op=node.target._schema.name.partition("::")[2],  # type: ignore[union-attr]
+        weight=f"{module}.codes".strip("."),
+        formats=(inputs, "e2m1" if product.format == "nvfp4" else "e4m3"),
+        node=node.name,
+        code=code_line(node),
+    )
 
 
 def _packed_product(node: fx.Node) -> PackedProduct | None:
@@ -89,8 +116,7 @@ def _packed_product(node: fx.Node) -> PackedProduct | None:
     dequantize = _dequantize_behind(weight)  # type: ignore[arg-type]
     if is_backward(node) or dequantize is None or value(x).dtype not in _DTYPES:  # type: ignore[arg-type]
         return None
-    x, activations = _before_rounding(x)  # type: ignore[arg-type]
-    return PackedProduct(node, x, dequantize, bias, activations)  # type: ignore[arg-type]
+    return PackedProduct(node, *_before_rounding(x, dequantize, bias))  # type: ignore[arg-type]
 
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -110,25 +136,34 @@ def _dequantize_behind(weight: fx.Node) -> fx.Node | None:
     return None
 
 
-def _before_rounding(x: fx.Node) -> tuple[fx.Node, str | None]:
+def _before_rounding(
+    x: fx.Node, dequantize: fx.Node, bias: fx.Node | None
+) -> tuple[fx.Node, fx.Node, fx.Node | None, str | None, fx.Node | None]:
     """What was rounded, and how; ``x`` itself where nothing was. A cast behind the rounding is done before it."""
     source = x.args[0] if x.target in CASTS else x
     if isinstance(source, fx.Node) and source.target is nvfp4.round_activations_op:
-        return source.args[0], source.args[1]  # type: ignore[return-value]
-    return x, None
+        return source.args[0], dequantize, bias, source.args[1], None  # type: ignore[return-value]
+    if isinstance(source, fx.Node) and source.target is fp8_inputs.round_inputs_op:
+        return source.args[0], dequantize, bias, "fp8", source.args[1]  # type: ignore[return-value]
+    return x, dequantize, bias, None, None
 
 
-def _replace(graph: fx.Graph, product: PackedProduct) -> None:
-    node, packed, x = product.node, product.dequantize, product.x
+def _replace(graph: fx.Graph, product: PackedProduct, target: str, *, in_fp8: bool) -> None:
+    node, packed, x, bias = product.node, product.dequantize, product.x, product.bias
     with graph.inserting_before(node):
         if value(x).dtype != value(node).dtype:
             x = emit(graph, prims.convert_element_type.default, x, value(node).dtype, like=node)
         if product.format == "nvfp4":
             codes, block_scales, global_scale, _, _, layout = packed.args
-            arguments = (codes, block_scales, global_scale, product.bias, product.activations, layout)
+            arguments = (codes, block_scales, global_scale, bias, product.activations, layout)
             result = emit(graph, nvfp4.mm_op, x, *arguments, like=node)
         else:
             codes, scales, _ = packed.args
-            result = emit(graph, fp8_weight.mm_op, x, codes, scales, product.bias, like=node)
+            if in_fp8:
+                result = multiply_fp8(graph, x, product.input_scale, codes, scales, bias, target, like=node)
+            else:
+                if product.activations == "fp8":
+                    x = emit(graph, fp8_inputs.round_inputs_op, x, product.input_scale, like=node)
+                result = emit(graph, fp8_weight.mm_op, x, codes, scales, bias, like=node)
     node.replace_all_uses_with(result)
     graph.erase_node(node)

@@ -113,12 +113,12 @@ class JointPipeline(Pipeline):
         scale_loss: ScaleLoss | None = None,
         strict: bool = True,
     ) -> None:
-        self.packed = MultiplyPacked(names)
+        self.packed = MultiplyPacked(names, rules.target)
         self.rewrite = RewriteMatmuls(rules, names, strict=strict)
         self.ran = False
         with_state = [*([UseWeightCache(weights)] if weights else []), *([delay] if delay else [])]
         pair = [PairQuantizes()] if rules.target != "cpu" and rules.recipe in ("rowwise", "blockwise") else []
-        passes: list[GraphPass] = [self.rewrite, ShareQuantizes(), *with_state, *pair, LowerQuantizes()]
+        passes: list[GraphPass] = [self.rewrite, ShareQuantizes(), *with_state, *pair, LowerQuantizes(rules.target)]
         if record:  # nothing is rewritten yet
             passes = [record]
         if scale_loss:

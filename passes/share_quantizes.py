@@ -8,6 +8,7 @@ from typing import Any, Hashable
 import torch
 from torch import fx
 
+from fp8_compile.kernels.fp8_inputs import quantize_inputs_op
 from fp8_compile.kernels.quantize import quantize_op
 
 from .find_matmuls import LOOK_THROUGH
@@ -15,8 +16,9 @@ from .graph_pass import GraphPass, PassReport
 
 aten = torch.ops.aten
 
+QUANTIZES = (quantize_op, quantize_inputs_op)
 SHARED_OPS = {
-    quantize_op,
+    *QUANTIZES,
     operator.getitem,
     aten.select.int,
     aten.slice.Tensor,
@@ -48,7 +50,7 @@ class ShareQuantizes(GraphPass):
             if kept is not node:
                 node.replace_all_uses_with(kept)
                 graph.erase_node(node)
-                merged += node.target is quantize_op
+                merged += node.target in QUANTIZES
         return PassReport(merged, "quantizes shared")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import os
 import subprocess
 import sys
@@ -139,3 +140,14 @@ def test_nothing_installs_a_top_level_passes_or_kernels(tmp_path: Path) -> None:
         [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "[False, False, True]"
+
+
+def test_every_public_name_is_found_and_a_function_stays_one_whoever_imports_its_module() -> None:
+    import fp8_compile
+
+    assert sorted(fp8_compile._HOMES) == sorted(fp8_compile.__all__)
+    for name, home in fp8_compile._HOMES.items():
+        module = importlib.import_module(f"fp8_compile.{home}")
+        assert getattr(fp8_compile, name) is getattr(module, name), name
+    with pytest.raises(AttributeError, match="has no attribute 'exprot'"):
+        fp8_compile.exprot  # noqa: B018

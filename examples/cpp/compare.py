@@ -1,52 +1,58 @@
 """Export a small model, run the package from Python and from C++, and compare every number.
 
-    python examples/cpp/compare.py          a minute or two: the C++ program includes torch's headers
+    python examples/cpp/compare.py          half a minute; needs cmake
 """
 
 from __future__ import annotations
 
-import os
 import pathlib
 import subprocess
 import tempfile
 
 import torch
-from torch import nn
-from torch._inductor.cpp_builder import get_cpp_compiler
+from torch import Tensor, nn
 from torch.export import Dim
-from torch.utils.cpp_extension import include_paths, library_paths
 
 import fp8_compile
 
-SOURCE = pathlib.Path(__file__).with_name("run_package.cpp")
+PACKAGES = {"NVFP4": {"weights": "nvfp4"}, "FP8 by FP8": {"weights": "fp8", "activations": "fp8"}}
 
 
-def build(program: pathlib.Path) -> None:
-    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
-    folders = [flag for one in library_paths() for flag in (f"-L{one}", f"-Wl,-rpath,{one}")]
-    command = [get_cpp_compiler(), "-O1", "-std=c++20", abi, *(f"-isystem{one}" for one in include_paths())]
-    # Without --no-as-needed the linker drops torch_cpu's registrations of operators where no symbol is used by name.
-    libraries = ["-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10"]
-    subprocess.run([*command, str(SOURCE), *folders, *libraries, "-o", str(program)], check=True)
+def build(folder: pathlib.Path) -> pathlib.Path:
+    """``run_package``, built against the installed torch in an empty folder."""
+    source = pathlib.Path(__file__).parent
+    torch_is_at = f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}"
+    subprocess.run(["cmake", "-S", source, "-B", folder, torch_is_at], check=True, capture_output=True)
+    subprocess.run(["cmake", "--build", folder], check=True, capture_output=True)
+    return folder / "run_package"
+
+
+def sines(rows: int, columns: int) -> Tensor:
+    """What the C++ program gives the model."""
+    return torch.arange(rows * columns, dtype=torch.float64).sin().to(torch.float32).view(rows, columns)
+
+
+def printed(program: pathlib.Path, package: pathlib.Path, rows: int, columns: int) -> Tensor:
+    """What the C++ program prints for an input of these sizes."""
+    arguments = [program, package, str(rows), str(columns)]
+    lines = subprocess.run(arguments, check=True, capture_output=True, text=True).stdout.split()
+    return torch.tensor([float(line) for line in lines])
 
 
 def main() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 32)).eval()
-    with tempfile.TemporaryDirectory() as folder:
-        package, program = pathlib.Path(folder) / "model.pt2", pathlib.Path(folder) / "run_package"
-        fp8_compile.export(
-            model, (torch.zeros(4, 64),), package, weights="nvfp4", dynamic_shapes=({0: Dim("rows", max=1024)},)
-        )
-        build(program)
-        loaded = fp8_compile.load(package)
-        for rows in (1, 4, 33):
-            x = torch.arange(rows * 64, dtype=torch.float64).sin().to(torch.float32).view(rows, 64)
-            printed = subprocess.run(
-                [program, package, str(rows), "64"], check=True, capture_output=True, text=True, env=dict(os.environ)
-            ).stdout
-            from_cpp = torch.tensor([float(line) for line in printed.split()])
-            print(f"{rows} rows: equal from Python and C++: {torch.equal(from_cpp, loaded(x).flatten())}")
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = pathlib.Path(scratch)
+        program = build(folder / "build")
+        for name, options in PACKAGES.items():
+            package = folder / "model.pt2"
+            sizes = ({0: Dim("rows", max=1024)},)
+            fp8_compile.export(model, (torch.zeros(4, 64),), package, dynamic_shapes=sizes, **options)
+            loaded = fp8_compile.load(package)
+            for rows in (1, 4, 33):
+                same = torch.equal(printed(program, package, rows, 64), loaded(sines(rows, 64)).flatten())
+                print(f"{name}, {rows} rows: equal from Python and C++: {same}")
 
 
 if __name__ == "__main__":

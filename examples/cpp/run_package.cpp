@@ -2,9 +2,10 @@
 //
 //   run_package model.pt2 4 64        one float32 input [4, 64], its elements sin(0), sin(1), sin(2)...
 //
-// Prints every element of every result, a line each. Built by CMakeLists.txt, or by compare.py.
+// Prints every element of every result, a line each. CMakeLists.txt builds it; compare.py compares what it prints.
+#include <ATen/ops/arange.h>
+#include <c10/core/InferenceMode.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
-#include <torch/torch.h>
 
 #include <cstdio>
 #include <string>
@@ -23,9 +24,9 @@ int main(int count, char** words) {
   }
   c10::InferenceMode inference;
   torch::inductor::AOTIModelPackageLoader loader(words[1]);
-  const at::Tensor x = torch::arange(elements, torch::kFloat64).sin().to(torch::kFloat32).view(sizes);
+  const at::Tensor x = at::arange(elements, at::kDouble).sin().to(at::kFloat).view(sizes);
   for (const at::Tensor& result : loader.run({x})) {
-    const at::Tensor flat = result.to(torch::kFloat32).contiguous().view({-1});
+    const at::Tensor flat = result.to(at::kFloat).contiguous().view({-1});
     for (int64_t i = 0; i < flat.numel(); i++) std::printf("%.9g\n", flat.data_ptr<float>()[i]);
   }
 }

@@ -141,15 +141,16 @@ def headers() -> Check:
 def cpu_kernels() -> Check:
     """Build or load them, and let them round a tensor."""
     from fp8_compile.kernels.cpu.library import library
+    from fp8_compile.kernels.cpu.quantize import cast_op, scales_op
     from fp8_compile.kernels.formats import E4M3
     from fp8_compile.kernels.quantize import WHOLE, quantize
 
     if (loaded := library()) is None:
         remedy = "see the line on the C++ compiler; until then plain PyTorch does their work, slowly"
         return Check("CPU kernels", "bad", "not built", remedy)
-    x, block, ops = torch.linspace(-3.0, 5.0, 1024).view(32, 32), [WHOLE, WHOLE], torch.ops.fp8_compile
-    quant_scale, _ = ops.scales(x, E4M3.dtype, block)
-    ours, reference = ops.cast(x, quant_scale, E4M3.dtype, block), quantize(x, E4M3.dtype, (WHOLE, WHOLE))[0]
+    x, block = torch.linspace(-3.0, 5.0, 1024).view(32, 32), [WHOLE, WHOLE]
+    quant_scale, _ = scales_op(x, E4M3.dtype, block)
+    ours, reference = cast_op(x, quant_scale, E4M3.dtype, block), quantize(x, E4M3.dtype, (WHOLE, WHOLE))[0]
     different = int((ours.view(torch.uint8) != reference.view(torch.uint8)).sum())
     if different:
         remedy = "please report it with the compiler's version; set CXX to another compiler meanwhile"

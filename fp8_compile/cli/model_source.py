@@ -20,6 +20,33 @@ DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float1
 
 def load_factory(spec: str) -> Call:
     """The model and inputs that ``module:factory`` gives."""
+    factory = _named(spec)
+    if isinstance(factory, nn.Module):
+        return factory, (), {}
+    if not callable(factory):
+        raise TypeError(f"{spec} is {type(factory).__name__}; expected a function that returns a model, or a model")
+    return _call(spec, _made(spec, factory))
+
+
+def load_batches(spec: str) -> list[Any]:
+    """The batches that ``module:name`` is, or gives where it is a function: a list, as calibration wants them twice."""
+    found = _named(spec)
+    batches = _made(spec, found) if callable(found) else found
+    if isinstance(batches, (torch.Tensor, str, dict)) or not hasattr(batches, "__iter__"):
+        got = type(batches).__name__
+        raise TypeError(f"{spec} gives {got}; expected an iterable of batches: tensors, tuples or dicts of arguments")
+    return list(batches)
+
+
+def _made(spec: str, factory: Any) -> Any:
+    try:
+        return factory()
+    except Exception as error:
+        raise ValueError(f"{spec}() failed: {_said(error)}; expected a factory that takes no arguments") from error
+
+
+def _named(spec: str) -> Any:
+    """What ``module:name`` names."""
     module_name, colon, name = spec.partition(":")
     if not colon or not module_name or not name:
         raise ValueError(f"{spec!r} is neither a folder nor MODULE:FACTORY such as train:make_model")
@@ -33,20 +60,12 @@ def load_factory(spec: str) -> Call:
         raise ValueError(f"importing {module_name!r} ended the program; {remedy}") from error
     except Exception as error:  # whatever the user's module does when imported
         raise ValueError(f"cannot import {module_name!r} from {os.getcwd()}: {_said(error)}") from error
-    factory = module
+    factory: Any = module
     for part in name.split("."):
         if not hasattr(factory, part):
             raise ValueError(f"{module_name} has no {name!r}; it has: {', '.join(_public(module)) or 'nothing'}")
         factory = getattr(factory, part)
-    if isinstance(factory, nn.Module):
-        return factory, (), {}
-    if not callable(factory):
-        raise TypeError(f"{spec} is {type(factory).__name__}; expected a function that returns a model, or a model")
-    try:
-        made = factory()
-    except Exception as error:
-        raise ValueError(f"{spec}() failed: {_said(error)}; expected a factory that takes no arguments") from error
-    return _call(spec, made)
+    return factory
 
 
 def _call(spec: str, made: Any) -> Call:

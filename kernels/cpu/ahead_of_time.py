@@ -8,21 +8,18 @@ A package that has them needs neither Python nor anything of ours where it runs.
 
 from __future__ import annotations
 
-import hashlib
-import os
+import functools
 import pathlib
-import shutil
-import tempfile
 
-from torch._inductor.cpp_builder import get_cpp_compiler
-from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.utils.cpp_extension import include_paths
 
 from fp8_compile.kernels import fp8_weight
+from fp8_compile.kernels.fp8_inputs import quantize_inputs_op
 from fp8_compile.kernels.nvfp4.ops import mm_op
 
 from .isa import Isa, cpu_features
-from .library import FLAGS, FOLDER, SOURCES, run_compiler, source_texts, working_isa
+from .library import FLAGS, SOURCES, compiled_objects, get_cpp_compiler, kept, run_compiler, source_texts, working_isa
+from .scaled_mm import scaled_mm_op
 
 SHIMS = {
     mm_op: [
@@ -32,6 +29,14 @@ SHIMS = {
     fp8_weight.mm_op: [
         "AOTITorchError aoti_torch_cpu_fp8_mm(AtenTensorHandle, AtenTensorHandle, AtenTensorHandle,"
         " AtenTensorHandle*, AtenTensorHandle*)"
+    ],
+    quantize_inputs_op: [
+        "AOTITorchError aoti_torch_cpu_quantize_inputs(AtenTensorHandle, AtenTensorHandle*, AtenTensorHandle*,"
+        " AtenTensorHandle*)"
+    ],
+    scaled_mm_op: [
+        "AOTITorchError aoti_torch_cpu_scaled_mm(AtenTensorHandle, AtenTensorHandle, AtenTensorHandle,"
+        " AtenTensorHandle, AtenTensorHandle*, int32_t, AtenTensorHandle*)"
     ],
 }
 SHIM_SOURCE = "aoti_shims.cpp"
@@ -46,18 +51,8 @@ def linkable() -> pathlib.Path:
         raise ValueError("export needs a C++ compiler, and none was found: install g++, or set CXX to one")
     compiler = get_cpp_compiler()
     flags = (*FLAGS, "-fvisibility=hidden", *isa.flags)
-    key = hashlib.sha256(repr((source_texts(), flags, SOURCES, compiler, include_paths())).encode()).hexdigest()[:32]
-    folder = pathlib.Path(cache_dir()) / "fp8_compile"
-    path = folder / f"libfp8_compile_{isa.name}_{key}.a"
-    if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        scratch = pathlib.Path(tempfile.mkdtemp(dir=folder))
-        try:
-            _compile(compiler, flags, scratch)
-            os.replace(scratch / "all.o", path)
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
-    return path
+    key = repr((source_texts(), flags, SOURCES, compiler, include_paths()))
+    return kept(f"libfp8_compile_{isa.name}", ".a", key, functools.partial(_compile, [compiler, *flags]))
 
 
 def needed_features(isa: Isa | None = None) -> list[str]:
@@ -67,14 +62,9 @@ def needed_features(isa: Isa | None = None) -> list[str]:
     return sorted({*ours, *(name for name in cpu_features() if name.startswith(_INSTRUCTIONS))})
 
 
-def _compile(compiler: str, flags: tuple[str, ...], folder: pathlib.Path) -> None:
-    sources = {**SOURCES, SHIM_SOURCE: tuple(f"-isystem{include}" for include in include_paths())}
-    objects = {source: str(folder / f"{source}.o") for source in sources}
-    run_compiler(
-        [
-            [compiler, *flags, *more, "-c", str(FOLDER / source), "-o", objects[source]]
-            for source, more in sources.items()
-        ]
-    )
-    # One relocatable file, which every linker takes for a library by its name: no archiver is needed.
-    run_compiler([[compiler, "-r", "-nostdlib", *objects.values(), "-o", str(folder / "all.o")]])
+def _compile(command: list[str], folder: pathlib.Path) -> pathlib.Path:
+    """One relocatable file, which every linker takes for a library by its name: no archiver is needed."""
+    shims = tuple(f"-isystem{include}" for include in include_paths())
+    objects = compiled_objects(command, {**SOURCES, SHIM_SOURCE: shims}, folder)
+    run_compiler([[command[0], "-r", "-nostdlib", *objects, "-o", str(folder / "all.o")]])
+    return folder / "all.o"

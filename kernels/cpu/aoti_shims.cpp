@@ -1,6 +1,7 @@
 // The operations of kernels/cpu as AOTInductor's generated C++ calls them: torch's stable C interface, no Python.
 //
-// Each does what its Python namesake does (nvfp4.py: matmul, fp8_weight.py: product), checks included; what it can't do was refused by export.
+// Each does what its Python namesake does (nvfp4.py: matmul, fp8_weight.py: product, fp8_inputs.py: quantize_inputs,
+// scaled_mm.py: scaled_mm), checks included; what it can't do was refused by export.
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/c/shim.h>
 
@@ -18,12 +19,23 @@ void nvfp4_matmul(const void* x, int64_t m, int64_t k, int64_t stride, int dtype
                   void* y, int threads);
 void fp8_weight_mm(const void* x, int64_t m, int64_t k, int64_t stride, int dtype, const uint8_t* codes,
                    const float* scales, int64_t n, const float* bias, void* y, int threads);
+void fp8_inputs(const void* x, int dtype, int64_t rows, int64_t cols, int64_t stride, const float* known,
+                uint8_t* codes, float* scales, int threads);
+void fp8_scaled_mm(int64_t m, int64_t n, int64_t k,
+                   const void* left, int64_t left_stride, int64_t left_k_stride, int left_e5m2,
+                   const float* left_scales, int64_t left_scale_stride, int64_t left_scale_k_stride, int64_t left_lines,
+                   const void* right, int64_t right_stride, int64_t right_k_stride, int right_e5m2,
+                   const float* right_scales, int64_t right_scale_stride, int64_t right_scale_k_stride, int64_t right_lines,
+                   const float* bias, void* out, int dtype, int64_t out_stride, int accumulate, int threads);
 }
 
 namespace {
 
 constexpr int64_t NVFP4_LEAST_PARALLEL = 1 << 16;  // nvfp4.py: LEAST_PARALLEL
 constexpr int64_t FP8_LEAST_PARALLEL = 1 << 17;    // fp8_weight.py: LEAST_PARALLEL
+constexpr int64_t INPUTS_LEAST_PARALLEL = 1 << 17; // quantize.py: LEAST_PARALLEL
+constexpr int64_t GEMM_LEAST_PARALLEL = 1 << 20;   // scaled_mm.py: LEAST_PARALLEL
+constexpr int64_t TILE = 128;                      // kernels/scaled_mm.py: TILE
 
 // A tensor of one or two dimensions, read once.
 struct Matrix {
@@ -40,8 +52,15 @@ struct Matrix {
       known = !aoti_torch_get_size(tensor, d, &sizes[d]) && !aoti_torch_get_stride(tensor, d, &strides[d]);
   }
 
+  int code() const { return code_of(dtype); }
+  bool is_fp8() const { return dtype == aoti_torch_dtype_float8_e4m3fn() || is_e5m2(); }
+  bool is_e5m2() const { return dtype == aoti_torch_dtype_float8_e5m2(); }
+  const float* floats() const { return static_cast<const float*>(data); }
+  // From one to the next along a dimension; 0 where there is one for all.
+  int64_t step(int64_t dim) const { return sizes[dim] > 1 ? strides[dim] : 0; }
+
   // fp8_formats.h: Dtype; -1 for others.
-  int code() const {
+  static int code_of(int32_t dtype) {
     if (dtype == aoti_torch_dtype_float32()) return 0;
     if (dtype == aoti_torch_dtype_bfloat16()) return 1;
     if (dtype == aoti_torch_dtype_float16()) return 2;
@@ -74,13 +93,34 @@ std::vector<char> with_contiguous_rows(Matrix& x) {
   return copy;
 }
 
-// [M, n] like x, and where it lies.
-void* new_result(const Matrix& x, int64_t n, AtenTensorHandle* result) {
-  const int64_t sizes[] = {x.sizes[0], n}, strides[] = {n, 1};
+// [m, n] where x is, and where it lies.
+void* new_matrix(const Matrix& x, int64_t m, int64_t n, int32_t dtype, AtenTensorHandle* result) {
+  const int64_t sizes[] = {m, n}, strides[] = {n, 1};
   void* y = nullptr;
-  if (aoti_torch_empty_strided(2, sizes, strides, x.dtype, x.device_type, x.device_index, result)) return nullptr;
+  if (aoti_torch_empty_strided(2, sizes, strides, dtype, x.device_type, x.device_index, result)) return nullptr;
   return aoti_torch_get_data_ptr(*result, &y) ? nullptr : y;
 }
+
+// [M, n] like x.
+void* new_result(const Matrix& x, int64_t n, AtenTensorHandle* result) {
+  return new_matrix(x, x.sizes[0], n, x.dtype, result);
+}
+
+// A bias of n elements in FP32; whether it is one.
+bool read_bias(AtenTensorHandle handle, int64_t n, std::vector<float>& bias) {
+  const Matrix read(handle);
+  if (!read.known || read.code() < 0 || read.dims != 1 || read.sizes[0] != n) return false;
+  for (int64_t i = 0; i < n; i++) {
+    const int64_t at = i * read.strides[0];
+    bias.push_back(read.code() == 0   ? read.floats()[at]
+                   : read.code() == 1 ? fp8::BFloat16::load(static_cast<const uint16_t*>(read.data)[at])
+                                      : fp8::Float16::load(static_cast<const uint16_t*>(read.data)[at]));
+  }
+  return true;
+}
+
+// How many rows or columns share a scale.
+int64_t lines(int64_t scales, int64_t size) { return scales == 1 || scales == size ? 1 : TILE; }
 
 int64_t torch_threads() {
   uint32_t threads = 1;
@@ -131,21 +171,58 @@ extern "C" __attribute__((visibility("default"))) AOTITorchError aoti_torch_cpu_
       (n > 1 && (codes.strides[0] != k || scales.strides[0] != 1)) || scales.code() != 0)
     return refuse("fp8_mm got operands that its CPU kernel does not take");
   std::vector<float> bias;
-  if (bias_handle) {
-    const Matrix read(*bias_handle);
-    if (!read.known || read.code() < 0 || read.sizes[0] != n) return refuse("fp8_mm got a bias that it does not take");
-    for (int64_t i = 0; i < n; i++) {
-      const int64_t at = i * read.strides[0];
-      bias.push_back(read.code() == 0   ? static_cast<const float*>(read.data)[at]
-                     : read.code() == 1 ? fp8::BFloat16::load(static_cast<const uint16_t*>(read.data)[at])
-                                        : fp8::Float16::load(static_cast<const uint16_t*>(read.data)[at]));
-    }
-  }
+  if (bias_handle && !read_bias(*bias_handle, n, bias)) return refuse("fp8_mm got a bias that it does not take");
   const std::vector<char> copy = with_contiguous_rows(x);
   void* y = new_result(x, n, result);
   if (!y && m * n) return AOTI_TORCH_FAILURE;
   fp8_weight_mm(x.data, m, k, x.strides[0], x.code(), static_cast<const uint8_t*>(codes.data),
                 static_cast<const float*>(scales.data), n, bias_handle ? bias.data() : nullptr, y,
                 m * n * k >= FP8_LEAST_PARALLEL ? int(torch_threads()) : 1);
+  return AOTI_TORCH_SUCCESS;
+}
+
+extern "C" __attribute__((visibility("default"))) AOTITorchError aoti_torch_cpu_quantize_inputs(
+    AtenTensorHandle x_handle, AtenTensorHandle* scale_handle, AtenTensorHandle* codes_result,
+    AtenTensorHandle* scale_result) {
+  Matrix x(x_handle);
+  if (!x.known || x.dims != 2 || x.code() < 0) return refuse("quantize_inputs got inputs that its CPU kernel does not take");
+  const float* known = nullptr;
+  if (scale_handle) {
+    const Matrix scale(*scale_handle);
+    if (!scale.known || scale.code() != 0) return refuse("quantize_inputs got a scale that is no float32");
+    known = scale.floats();
+  }
+  const int64_t rows = x.sizes[0], cols = x.sizes[1];
+  const std::vector<char> copy = with_contiguous_rows(x);
+  void* codes = new_matrix(x, rows, cols, aoti_torch_dtype_float8_e4m3fn(), codes_result);
+  void* scales = new_matrix(x, known ? 1 : rows, 1, aoti_torch_dtype_float32(), scale_result);
+  if ((!codes && rows * cols) || (!scales && (known || rows))) return AOTI_TORCH_FAILURE;
+  fp8_inputs(x.data, x.code(), rows, cols, x.strides[0], known, static_cast<uint8_t*>(codes),
+             static_cast<float*>(scales), rows * cols >= INPUTS_LEAST_PARALLEL ? int(torch_threads()) : 1);
+  return AOTI_TORCH_SUCCESS;
+}
+
+extern "C" __attribute__((visibility("default"))) AOTITorchError aoti_torch_cpu_scaled_mm(
+    AtenTensorHandle left_handle, AtenTensorHandle right_handle, AtenTensorHandle left_scale_handle,
+    AtenTensorHandle right_scale_handle, AtenTensorHandle* bias_handle, int32_t out_dtype, AtenTensorHandle* result) {
+  static const bool works = fp8_probe();
+  if (!works) return refuse("this CPU can't run the instructions that the package was built with");
+  const Matrix left(left_handle), right(right_handle), scale_left(left_scale_handle), scale_right(right_scale_handle);
+  const bool known = left.known && right.known && scale_left.known && scale_right.known;
+  if (!known || left.dims != 2 || right.dims != 2 || scale_left.dims != 2 || scale_right.dims != 2)
+    return refuse("scaled_mm got unreadable tensors");
+  const int64_t m = left.sizes[0], k = left.sizes[1], n = right.sizes[1];
+  const int dtype = Matrix::code_of(out_dtype);
+  if (!left.is_fp8() || !right.is_fp8() || right.sizes[0] != k || scale_left.code() != 0 || scale_right.code() != 0 || dtype < 0)
+    return refuse("scaled_mm got operands that its CPU kernel does not take");
+  std::vector<float> bias;
+  if (bias_handle && !read_bias(*bias_handle, n, bias)) return refuse("scaled_mm got a bias that it does not take");
+  void* y = new_matrix(left, m, n, out_dtype, result);
+  if (!y && m * n) return AOTI_TORCH_FAILURE;
+  fp8_scaled_mm(m, n, k, left.data, left.strides[0], left.strides[1], left.is_e5m2(),
+                scale_left.floats(), scale_left.step(0), scale_left.step(1), lines(scale_left.sizes[0], m),
+                right.data, right.strides[1], right.strides[0], right.is_e5m2(),
+                scale_right.floats(), scale_right.step(1), scale_right.step(0), lines(scale_right.sizes[1], n),
+                bias_handle ? bias.data() : nullptr, y, dtype, n, 0, m * n * k >= GEMM_LEAST_PARALLEL ? int(torch_threads()) : 1);
   return AOTI_TORCH_SUCCESS;
 }

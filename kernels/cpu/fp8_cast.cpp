@@ -16,18 +16,22 @@ using namespace fp8;
 
 enum Axis { WHOLE = 0, ROW = 1, COL = 2 };
 
+constexpr float AMAX_FLOOR = 1e-12f;  // kernels/quantize.py: AMAX_FLOOR
 constexpr int64_t CHUNK = 4096;  // elements a thread takes at a time: a few pages, so that it stays in L1/L2
 
 // Magnitudes are compared as integers: NaN is above Inf is above all numbers, so that it wins.
 template <class In>
+uint32_t largest_bits(const typename In::type* x, int64_t count) {
+  uint32_t most = 0;
+  for (int64_t i = 0; i < count; ++i) most = std::max(most, bits(In::load(x[i])) & 0x7fffffffu);
+  return most;
+}
+
+template <class In>
 void amax(const typename In::type* x, int64_t rows, int64_t cols, int axis, float* out, int threads) {
   if (axis == ROW) {
 #pragma omp parallel for num_threads(threads)
-    for (int64_t i = 0; i < rows; ++i) {
-      uint32_t most = 0;
-      for (int64_t j = 0; j < cols; ++j) most = std::max(most, bits(In::load(x[i * cols + j])) & 0x7fffffffu);
-      out[i] = value(most);
-    }
+    for (int64_t i = 0; i < rows; ++i) out[i] = value(largest_bits<In>(x + i * cols, cols));
   } else if (axis == COL) {
 #pragma omp parallel for num_threads(threads)
     for (int64_t first = 0; first < cols; first += 256) {
@@ -42,12 +46,8 @@ void amax(const typename In::type* x, int64_t rows, int64_t cols, int axis, floa
     uint32_t most = 0;
     int64_t count = rows * cols;
 #pragma omp parallel for num_threads(threads) reduction(max : most)
-    for (int64_t first = 0; first < count; first += CHUNK) {
-      int64_t last = std::min(count, first + CHUNK);
-      uint32_t here = 0;
-      for (int64_t i = first; i < last; ++i) here = std::max(here, bits(In::load(x[i])) & 0x7fffffffu);
-      most = std::max(most, here);
-    }
+    for (int64_t first = 0; first < count; first += CHUNK)
+      most = std::max(most, largest_bits<In>(x + first, std::min(CHUNK, count - first)));
     out[0] = value(most);
   }
 }
@@ -100,13 +100,31 @@ void delayed(const void* from, int64_t count, float reach, float* scale, uint8_t
   uint32_t seen = 0;
 #pragma omp parallel for num_threads(threads) reduction(max : seen)
   for (int64_t first = 0; first < count; first += CHUNK) {
-    const int64_t last = std::min(count, first + CHUNK);
-    uint32_t here = 0;
-    for (int64_t i = first; i < last; ++i) here = std::max(here, bits(In::load(x[i])) & 0x7fffffffu);
-    if (codes) encode<In, To>(x + first, last - first, [s](int64_t) { return s; }, codes + first);
-    seen = std::max(seen, here);
+    const int64_t width = std::min(CHUNK, count - first);
+    seen = std::max(seen, largest_bits<In>(x + first, width));
+    if (codes) encode<In, To>(x + first, width, [s](int64_t) { return s; }, codes + first);
   }
   *largest = value(seen);
+}
+
+// Inputs of a product (kernels/fp8_inputs.py): all rows by the one scale that is known, or each by its own amax.
+template <class In>
+void inputs(const void* from, int64_t rows, int64_t cols, int64_t stride, const float* known, uint8_t* codes,
+            float* scales, int threads) {
+  auto* x = static_cast<const typename In::type*>(from);
+  if (known) *scales = *known;
+#pragma omp parallel for num_threads(threads)
+  for (int64_t i = 0; i < rows; ++i) {
+    const auto* row = x + i * stride;
+    float s = known ? 1.0f / *known : 0.0f;
+    if (!known) {
+      float largest = value(largest_bits<In>(row, cols));
+      largest = largest < AMAX_FLOOR ? AMAX_FLOOR : largest;  // a comparison that leaves NaN alone
+      s = (1.0f / largest) * E4M3::max;
+      scales[i] = 1.0f / s + largest * 0.0f;
+    }
+    encode<In, E4M3>(row, cols, [s](int64_t) { return s; }, codes + i * cols);
+  }
 }
 
 // Work on elements of any of the three dtypes, to either format.
@@ -137,6 +155,14 @@ void fp8_amax(const void* x, int dtype, int64_t rows, int64_t cols, int axis, fl
 void fp8_quantize(const void* x, int dtype, int64_t rows, int64_t cols, int axis, const float* scale, int e5m2,
                   uint8_t* codes, int threads) {
   dispatch<Quantize>(dtype, e5m2, x, rows, cols, axis, scale, codes, usable_threads(threads, rows * cols));
+}
+
+void fp8_inputs(const void* x, int dtype, int64_t rows, int64_t cols, int64_t stride, const float* known,
+                uint8_t* codes, float* scales, int threads) {
+  threads = usable_threads(threads, rows * cols);
+  if (dtype == FP32) inputs<Float32>(x, rows, cols, stride, known, codes, scales, threads);
+  if (dtype == BF16) inputs<BFloat16>(x, rows, cols, stride, known, codes, scales, threads);
+  if (dtype == FP16) inputs<Float16>(x, rows, cols, stride, known, codes, scales, threads);
 }
 
 void fp8_delayed(const void* x, int dtype, int64_t count, float reach, int e5m2, float* scale, uint8_t* codes,

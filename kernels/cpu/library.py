@@ -15,10 +15,7 @@ import pathlib
 import shutil
 import subprocess
 import tempfile
-
-from torch._inductor.cpp_builder import get_cpp_compiler
-from torch._inductor.exc import InvalidCxxCompiler
-from torch._inductor.runtime.cache_dir_utils import cache_dir
+from typing import Callable, Mapping
 
 from .isa import VARIABLE, Isa, candidates
 
@@ -40,9 +37,18 @@ class CompilationError(RuntimeError):
     """The compiler is there, but does not compile our sources."""
 
 
+def get_cpp_compiler() -> str:
+    """The one that Inductor uses."""
+    from torch._inductor import cpp_builder  # it takes seconds, which who loads a package need not spend
+
+    return cpp_builder.get_cpp_compiler()
+
+
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """The kernels for this CPU, or None, with a warning once, where there is no compiler."""
+    from torch._inductor.exc import InvalidCxxCompiler
+
     try:
         compiler = get_cpp_compiler()
     except InvalidCxxCompiler:
@@ -82,35 +88,49 @@ def source_texts() -> list[tuple[str, bytes]]:
 
 
 def _built(compiler: str, isa: Isa) -> pathlib.Path:
-    """Where the compiled library lies. Several processes may compile at once: each moves a whole file into place."""
-    key = hashlib.sha256(repr((source_texts(), FLAGS, SOURCES, isa.flags, compiler)).encode()).hexdigest()[:32]
+    """Where the compiled library lies."""
+    key = repr((source_texts(), FLAGS, SOURCES, isa.flags, compiler))
+    return kept(f"kernels_{isa.name}", ".so", key, functools.partial(_compile, compiler, isa))
+
+
+def kept(stem: str, suffix: str, key: str, make: Callable[[pathlib.Path], pathlib.Path]) -> pathlib.Path:
+    """``<stem>_<hash of key><suffix>`` in Inductor's cache folder; made where it is not there yet.
+
+    ``make(folder)`` writes it somewhere in an empty folder. Several processes may do so at once: each moves a whole
+    file into place. A cache that can't be written gives a file for this process alone.
+    """
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
     folder = pathlib.Path(cache_dir()) / "fp8_compile"
-    path = folder / f"kernels_{isa.name}_{key}.so"
+    path = folder / f"{stem}_{hashlib.sha256(key.encode()).hexdigest()[:32]}{suffix}"
     if path.exists():
         return path
     try:
         folder.mkdir(parents=True, exist_ok=True)
         scratch = pathlib.Path(tempfile.mkdtemp(dir=folder))
-    except OSError:  # a cache that can't be written: compile for this process alone
+    except OSError:
         scratch = pathlib.Path(tempfile.mkdtemp())
-        path = pathlib.Path(tempfile.mkstemp(suffix=".so")[1])
+        path = pathlib.Path(tempfile.mkdtemp()) / path.name
     try:
-        _compile(compiler, isa, scratch)
-        os.replace(scratch / "kernels.so", path)
+        os.replace(make(scratch), path)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return path
 
 
-def _compile(compiler: str, isa: Isa, folder: pathlib.Path) -> None:
-    """``folder/kernels.so``; the sources are compiled side by side."""
-    objects = {source: str(folder / f"{source}.o") for source in SOURCES}
-    commands = [
-        [compiler, *FLAGS, *isa.flags, *flags, "-c", str(FOLDER / source), "-o", objects[source]]
-        for source, flags in SOURCES.items()
-    ]
-    run_compiler(commands)
-    run_compiler([[compiler, "-shared", "-fopenmp", *objects.values(), "-o", str(folder / "kernels.so")]])
+def _compile(compiler: str, isa: Isa, folder: pathlib.Path) -> pathlib.Path:
+    objects = compiled_objects([compiler, *FLAGS, *isa.flags], SOURCES, folder)
+    run_compiler([[compiler, "-shared", "-fopenmp", *objects, "-o", str(folder / "kernels.so")]])
+    return folder / "kernels.so"
+
+
+def compiled_objects(command: list[str], sources: Mapping[str, tuple[str, ...]], folder: pathlib.Path) -> list[str]:
+    """An object file in ``folder`` of each source, with its own flags behind the command's; compiled side by side."""
+    objects = {source: str(folder / f"{source}.o") for source in sources}
+    run_compiler(
+        [[*command, *flags, "-c", str(FOLDER / source), "-o", objects[source]] for source, flags in sources.items()]
+    )
+    return list(objects.values())
 
 
 def run_compiler(commands: list[list[str]]) -> None:
@@ -128,6 +148,7 @@ def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
     pointer, integer, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
     loaded.fp8_amax.argtypes = (pointer, integer, size, size, integer, pointer, integer)
     loaded.fp8_quantize.argtypes = (pointer, integer, size, size, integer, pointer, integer, pointer, integer)
+    loaded.fp8_inputs.argtypes = (pointer, integer, size, size, size, pointer, pointer, pointer, integer)
     loaded.fp8_delayed.argtypes = (
         *(pointer, integer, size, ctypes.c_float, integer),
         *(pointer, pointer, pointer, integer),
@@ -144,6 +165,7 @@ def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
     loaded.fp8_weight_mm.argtypes = (
         *(pointer, size, size, size, integer, pointer, pointer, size, pointer, pointer, integer),
     )
-    for name in ("fp8_amax", "fp8_quantize", "fp8_delayed", "fp8_scaled_mm", "fp8_weight_mm", "nvfp4_matmul"):
-        getattr(loaded, name).restype = None
+    for name in ("amax", "quantize", "inputs", "delayed", "scaled_mm", "weight_mm"):
+        getattr(loaded, f"fp8_{name}").restype = None
+    loaded.nvfp4_matmul.restype = None
     return loaded

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fp8_compile import load_checkpoint, pack, pack_folder, quantize_nvfp4, save_checkpoint
+from fp8_compile import calibrate, load_checkpoint, pack, pack_folder, quantize_nvfp4, save_checkpoint
 from fp8_compile.checkpoint import read_tensors
 from fp8_compile.kernels.nvfp4 import e2m1
 from fp8_compile.packed_linear import NVFP4Linear
@@ -97,6 +97,30 @@ def test_fp8_checkpoints_are_compressed_tensors_own(tmp_path: pathlib.Path) -> N
     torch.testing.assert_close(load_checkpoint(llama(), tmp_path)(IDS).logits, model(IDS).logits)
     with pytest.raises(ValueError, match="stored by layout='compressed-tensors'"):
         save_checkpoint(model, tmp_path / "other", "modelopt")
+
+
+def test_fp8_inputs_are_stored_as_compressed_tensors_says_and_come_back(tmp_path: pathlib.Path) -> None:
+    from compressed_tensors.quantization import QuantizationConfig
+
+    calibration = calibrate(llama(), [IDS], progress=False)
+    name = f"{LAYER}.self_attn.q_proj"
+    for kind, given in (("tensor", calibration), ("token", None)):
+        model = packed_llama(format="fp8", activations="fp8", calibration=given)
+        save_checkpoint(model, tmp_path / kind)
+        stored = json.loads((tmp_path / kind / "config.json").read_text())["quantization_config"]
+        inputs = QuantizationConfig.model_validate(stored).config_groups["group_0"].input_activations
+        assert (inputs.strategy, inputs.dynamic, inputs.num_bits) == (kind, given is None, 8)
+        other = load_checkpoint(llama(), tmp_path / kind, activations="fp8")
+        assert torch.equal(other(IDS).logits, model(IDS).logits)
+        layer = other.get_submodule(name)
+        assert layer.inputs == model.get_submodule(name).inputs
+        assert layer.input_scale is other.get_submodule(f"{LAYER}.self_attn.v_proj").input_scale
+        assert load_checkpoint(llama(), tmp_path / kind).get_submodule(name).activations is None
+    with pytest.raises(ValueError, match="activations='int8' with fp8 weights; expected one of: None, 'fp8'"):
+        load_checkpoint(llama(), tmp_path / "token", activations="int8")
+    model.get_submodule(name).use_activations("fp8", torch.tensor(1.0))
+    with pytest.raises(ValueError, match="q_proj: inputs e4m3, static scale; .*pack all layers alike"):
+        save_checkpoint(model, tmp_path / "mixed")
 
 
 def test_ggufs_reader_and_dequantizer_give_our_weights(tmp_path: pathlib.Path) -> None:

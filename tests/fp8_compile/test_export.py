@@ -112,12 +112,13 @@ def test_a_fresh_process_runs_it_without_compiling_and_without_the_models_code(
         "torch.load, load = None, torch.load\n"  # nothing is unpickled by the package
         "tensors = load(sys.argv[2])\n"
         "got = fp8_compile.load(sys.argv[1])(tensors['x'], True, scale=tensors['scale'])\n"
-        "print([torch.equal(got[name], tensors[name]) for name in got])\n"
+        "slow = [name for name in ('torch._dynamo', 'torch._inductor', 'sympy') if name in sys.modules]\n"
+        "print([torch.equal(got[name], tensors[name]) for name in got], slow)\n"
     )
     environment = {**os.environ, "CXX": "false", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
     arguments = [sys.executable, "-c", code, str(exported.path), str(tmp_path / "tensors.pt")]
     done = subprocess.run(arguments, capture_output=True, text=True, env=environment, cwd=tmp_path)
-    assert done.stdout.strip() == "[True, True]", done.stderr
+    assert done.stdout.strip() == "[True, True] []", done.stderr
     assert not list((tmp_path / "cache").rglob("*.so")) and not list((tmp_path / "cache").rglob("*.cpp"))
 
 
@@ -214,7 +215,10 @@ def test_what_can_not_be_exported_is_refused(tmp_path: pathlib.Path) -> None:
     for wrong, message in (
         ({"weights": "int3"}, "weights='int3' is unknown; expected None or one of: nvfp4, fp8"),
         ({"method": "rtn"}, "method: for packing, but weights=None packs nothing"),
-        ({"weights": "fp8", "calibration": fp8_compile.Calibration()}, "scales for them from a calibration are not"),
+        ({"weights": "fp8", "calibration": fp8_compile.Calibration()}, "say activations='fp8', or leave the calibr"),
+        ({"weights": "fp8", "activations": "int8"}, "'int8' is unknown to format='fp8'; expected one of: None, 'fp8'"),
+        ({"inductor": {"emulate_precision_cast": True}}, "did you mean 'emulate_precision_casts'"),
+        ({"dump": 3}, "dump expects a folder, got 3"),
         ({"format": "onnx"}, "format='onnx' is unknown; expected 'package' or 'exported_program'"),
         ({"format": "exported_program"}, "writes nothing; leave path out"),
         ({"weights": "nvfp4", "activations": "nvfp4"}, "0: NVFP4 with .* has no CPU kernel to export"),
@@ -243,6 +247,40 @@ def test_fp8_weights_are_a_byte_each_and_compute_what_the_compiled_model_does(tm
         parts = [archive.read(name) for name in archive.namelist()]
     codes = model[0].codes.view(torch.uint8).numpy().tobytes()
     assert sum(part.count(codes) for part in parts) == 1
+
+
+def test_a_packed_model_is_taken_as_it_is_and_its_error_is_the_one_that_pack_reports(tmp_path: pathlib.Path) -> None:
+    """|error| / |output| on the calibration's inputs; without a calibration of the weight itself: on unit vectors."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.exact, self.rounded = nn.Linear(64, 48, bias=False), nn.Linear(64, 32)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.exact(x), self.rounded(x)
+
+    def relative(found: Tensor, wanted: Tensor) -> float:
+        return float((found - wanted).norm() / wanted.norm())
+
+    model, x = Two().eval().requires_grad_(False), torch.randn(128, 64) @ torch.randn(64, 64)
+    calibration, wanted = fp8_compile.calibrate(model, [x], progress=False), model(x)
+    packed = copy.deepcopy(model)
+    (row,) = fp8_compile.pack(packed, calibration=calibration, include=("exact",), progress=False).packed
+    fp8_compile.pack(packed, method="rtn", activations="int8", include=("rounded",), progress=False)
+    report = fp8_compile.export(packed, (x,), tmp_path / "model.pt2")
+    assert [one.formats for one in report.rows] == [("float32", "e2m1"), ("int8", "e2m1")]
+    exact, rounded = fp8_compile.load(tmp_path / "model.pt2")(x)
+    assert row.error == pytest.approx(relative(exact, wanted[0]), rel=1e-4) and row.error > 0.02
+    layer = packed.rounded
+    parts = layer.codes, layer.block_scales, layer.global_scale, layer.bias, "int8", layer.layout
+    assert torch.equal(rounded, torch.ops.fp8_compile.nvfp4_mm(x, *parts)), "what the compiled model calls"
+    assert relative(rounded, layer(x)) < 1e-6 and 0.02 < relative(rounded, wanted[1]) < 0.2
+
+    alone, unit = nn.Sequential(copy.deepcopy(model.exact)).eval(), torch.eye(64)
+    program = fp8_compile.export(alone, (unit,), weights="fp8", format="exported_program").module()
+    (row,) = fp8_compile.pack(alone, "fp8", progress=False).packed
+    assert row.error == pytest.approx(relative(program(unit), model.exact(unit)), rel=1e-4) and row.error > 0.01
 
 
 @pytest.mark.parametrize("weights", ["nvfp4", "fp8"])

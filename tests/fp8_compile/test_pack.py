@@ -11,7 +11,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from uncompiled import UncompiledBackend
 
-from fp8_compile import Backend, PackedLinear, calibrate, explain, pack
+from fp8_compile import Backend, Calibration, PackedLinear, calibrate, explain, pack
 from fp8_compile.kernels.nvfp4 import ops
 from fp8_compile.packed_linear import NVFP4Linear
 
@@ -31,7 +31,7 @@ def packed_names(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, PackedLinear)]
 
 
-@pytest.mark.parametrize("format, activations", [("nvfp4", None), ("nvfp4", "int8"), ("fp8", None)])
+@pytest.mark.parametrize("format, activations", [("nvfp4", None), ("nvfp4", "int8"), ("fp8", None), ("fp8", "fp8")])
 def test_compiled_products_run_from_the_packed_form_and_each_is_a_row(format: str, activations: str | None) -> None:
     model, x = Net(), torch.randn(2, 5, 48)
     report = pack(model, format, activations=activations, progress=False)
@@ -45,7 +45,8 @@ def test_compiled_products_run_from_the_packed_form_and_each_is_a_row(format: st
     (report,) = backend.reports
     rows = {row.module: row for row in report.rewritten}
     assert set(rows) == {"q_proj", "k_proj", "odd"} and rows["odd"].shape == (10, 40, 32)
-    assert rows["odd"].formats == (activations or "float32", "e2m1" if format == "nvfp4" else "e4m3")
+    inputs = {None: "float32", "fp8": "e4m3"}.get(activations, activations)
+    assert rows["odd"].formats == (inputs, "e2m1" if format == "nvfp4" else "e4m3")
     assert [row.module for row in report.skipped] == ["head"]
     if activations == "int8":
         return
@@ -161,7 +162,10 @@ def test_q_and_k_share_a_global_scale() -> None:
         ({"format": "int4"}, "format='int4' is unknown"),
         ({"method": "gptq"}, "method='gptq' weighs errors .*calibrate"),
         ({"method": "best"}, "method='best' is unknown"),
-        ({"activations": "fp8"}, "activations='fp8' is unknown"),
+        ({"activations": "fp8"}, "activations='fp8' is unknown to format='nvfp4'; expected one of: None, 'int8'"),
+        ({"format": "fp8", "activations": "int8"}, "unknown to format='fp8'; expected one of: None, 'fp8'"),
+        ({"format": "fp8", "calibration": Calibration()}, "say activations='fp8', or leave the calibration out"),
+        ({"format": "fp8", "activations": "fp8", "calibration": Calibration()}, "k_proj, .*no calibration batch"),
         ({"format": "fp8", "method": "sweep"}, "format='fp8' has one method"),
         ({"include": ("head.bias*",)}, "nothing to pack"),
     ],

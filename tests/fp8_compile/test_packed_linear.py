@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from fp8_compile import PackedLinear, pack, quantize_nvfp4
+from fp8_compile import Calibration, PackedLinear, pack, quantize_nvfp4
+from fp8_compile.kernels import fp8_inputs
 from fp8_compile.kernels.nvfp4 import ops
 from fp8_compile.packed_linear import NVFP4Linear
 
@@ -68,8 +69,8 @@ def test_casts_leave_the_packed_weight_alone_and_moves_take_it_along(format: str
     assert torch.equal(ours.dequantize(), weight) and ours.weight.dtype == torch.float32
     meta = copy.deepcopy(ours).to("meta")
     assert all(value.device.type == "meta" for value in meta.state_dict(keep_vars=True).values())
-    assert {name: (v.shape, v.dtype) for name, v in meta._buffers.items()} == {
-        name: (v.shape, v.dtype) for name, v in ours._buffers.items()
+    assert {name: (v.shape, v.dtype) for name, v in meta.named_buffers()} == {
+        name: (v.shape, v.dtype) for name, v in ours.named_buffers()
     }
 
 
@@ -111,6 +112,49 @@ def test_int8_and_nvfp4_activations_are_rounded_by_blocks() -> None:
     bad[0, 3] = torch.nan
     for activations in ("int8", "nvfp4"):
         assert ops.round_activations(bad, activations)[0, :16].isnan().all(), "an overflow does not vanish"
+
+
+@pytest.mark.parametrize("static", [True, False])
+def test_fp8_inputs_are_rounded_by_a_calibrations_scale_or_row_by_row(static: bool) -> None:
+    x, layer = torch.randn(6, 40) * torch.logspace(-4, 1, 6)[:, None], nn.Linear(40, 24)
+    model = nn.ModuleDict({"q": layer, "k": copy.deepcopy(layer), "up": nn.ModuleDict({"q": copy.deepcopy(layer)})})
+    calibration = Calibration()
+    for name in ("q", "k", "up.q"):
+        calibration.record(name, x)
+    report = pack(model, "fp8", activations="fp8", calibration=calibration if static else None, progress=False)
+    ours, kind = model["q"], "static scale" if static else "dynamic scale a row"
+    assert [row.reason for row in report.rows] == [f"inputs e4m3, {kind}"] * 3 and kind in repr(ours)
+    rounded = fp8_inputs.round_inputs(x, ours.input_scale)
+    torch.testing.assert_close(ours(x), rounded @ ours.dequantize().t() + ours.bias)
+    error = (rounded - x).norm(dim=1) / x.norm(dim=1)
+    assert 0 < error[-1] < 0.04 and (error[0] < 0.04) == (not static), "a row by itself is as exact as any other"
+    if not static:
+        assert ours.input_scale is None and "input_scale" not in ours.state_dict()
+        return
+    assert ours.input_scale == x.abs().amax() / 448
+    # q and k share what their one input is quantized by, through casts and copies; layers elsewhere have their own.
+    for one in (model, copy.deepcopy(model).to(torch.bfloat16)):
+        assert one["q"].input_scale is one["k"].input_scale is not one["up"]["q"].input_scale
+        assert one["q"].input_scale.dtype == torch.float32
+    state = {**ours.state_dict(), "input_scale": torch.tensor(7.0)}
+    ours.load_state_dict(state)
+    assert ours.input_scale == 7 and model["k"].input_scale != 7
+
+
+def test_a_layer_that_calibration_saw_only_zeros_in_is_scaled_row_by_row_and_tied_ones_by_their_own_inputs() -> None:
+    model = nn.ModuleDict({name: nn.Linear(32, 16, bias=False) for name in ("one", "two", "zero")})
+    model["two"].weight = model["one"].weight
+    calibration = Calibration(hessians=False)
+    for name, largest in (("one", 448.0), ("two", 896.0), ("zero", 0.0)):
+        calibration.record(name, torch.full((2, 32), largest))
+    report = pack(model, "fp8", activations="fp8", calibration=calibration, progress=False)
+    assert [row.reason for row in report.rows] == [
+        "inputs e4m3, static scale",
+        "tied; inputs e4m3, static scale",
+        "inputs e4m3, dynamic scale a row",
+    ]
+    assert model["one"].codes is model["two"].codes and model["one"].input_scale == 1 and model["two"].input_scale == 2
+    assert model["zero"](torch.ones(1, 32)).abs().max() > 0
 
 
 def test_weights_take_at_most_29_percent_of_bf16() -> None:

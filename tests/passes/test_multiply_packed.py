@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import operator
+
+import pytest
 import torch
 from torch import fx
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp8_compile import quantize_nvfp4
-from fp8_compile.kernels import fp8_weight
+from fp8_compile.kernels import fp8_inputs, fp8_weight
+from fp8_compile.kernels.cpu.scaled_mm import scaled_mm_op
 from fp8_compile.kernels.nvfp4 import ops
+from fp8_compile.passes.find_matmuls import find_matmuls
+from fp8_compile.passes.lower_quantizes import LowerQuantizes
 from fp8_compile.passes.multiply_packed import MultiplyPacked
 
 aten = torch.ops.aten
@@ -28,11 +34,11 @@ class Names:
         return True
 
 
-def rewritten(function, *args: torch.Tensor) -> tuple[fx.GraphModule, MultiplyPacked]:
+def rewritten(function, *args: torch.Tensor, target: str = "cpu") -> tuple[fx.GraphModule, MultiplyPacked]:
     """The function's graph with the pass run on it, as Inductor would have it: values are fake tensors."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         traced = make_fx(function, tracing_mode="fake")(*(torch.empty_like(arg) for arg in args))
-    one = MultiplyPacked(Names())
+    one = MultiplyPacked(Names(), target)
     report = one.run(traced.graph)
     traced.graph.eliminate_dead_code()
     traced.graph.lint()
@@ -86,6 +92,52 @@ def test_fp8_weights_have_their_own_op() -> None:
     traced, one = rewritten(function, x, codes, scales)
     assert targets(traced) == [fp8_weight.mm_op] and one.rows[0].formats == ("float32", "e4m3")
     torch.testing.assert_close(traced(x, codes, scales), function(x, codes, scales))
+
+
+def fp8_product(
+    x: torch.Tensor, scale: torch.Tensor | None, bias: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
+) -> torch.Tensor:
+    weight = fp8_weight.dequantize_op(codes, scales, x.dtype)
+    return aten.addmm(bias, fp8_inputs.round_inputs_op(x, scale), weight.t())
+
+
+@pytest.mark.parametrize("static", [True, False])
+def test_rounded_inputs_times_fp8_weights_are_an_fp8_gemm(static: bool) -> None:
+    (codes, scales), bias = fp8_weight.quantize(torch.randn(24, 32)), torch.randn(24)
+    x, scale = torch.randn(5, 32), torch.tensor(0.01) if static else None
+    function = fp8_product if static else lambda x, *rest: fp8_product(x, None, *rest)
+    args = [one for one in (x, scale, bias, codes, scales) if one is not None]
+    traced, one = rewritten(function, *args)
+    getitem = [operator.getitem] * 2
+    assert targets(traced) == [
+        aten.permute.default,
+        aten.unsqueeze.default,
+        fp8_inputs.quantize_inputs_op,
+        *getitem,
+        scaled_mm_op,
+    ]
+    torch.testing.assert_close(traced(*args), function(*args), rtol=1e-5, atol=1e-5)
+    (row,) = one.rows
+    kind = "static scale" if static else "dynamic scale a row"
+    assert row.formats == ("e4m3", "e4m3") and row.reason == f"packed weight: fp8, inputs e4m3, {kind}"
+    assert row.node == "addmm"
+
+
+def test_for_a_gpu_it_is_a_rowwise_scaled_mm_where_sizes_allow() -> None:
+    for n, k, gemm in ((32, 48, aten._scaled_mm.default), (24, 48, fp8_weight.mm_op)):
+        (codes, scales), bias = fp8_weight.quantize(torch.randn(n, k)), torch.randn(n)
+        args = (torch.randn(5, k), torch.tensor(0.01), bias, codes, scales)
+        traced, one = rewritten(fp8_product, *args, target="cuda:90")
+        (node,) = [node for node in traced.graph.nodes if node.target is gemm]
+        if gemm is fp8_weight.mm_op:
+            assert "multiplied in float32: cuda:90 wants multiples of 16, not N=24" in one.rows[0].reason
+            torch.testing.assert_close(traced(*args), fp8_product(*args), rtol=1e-4, atol=1e-4)
+            continue
+        assert [list(node.args[at].meta["val"].shape) for at in (2, 3)] == [[5, 1], [1, n]]
+        assert node.meta["val"].dtype == torch.bfloat16 and node.args[1].meta["val"].stride() == (1, k)
+        assert find_matmuls(traced.graph, Names()) == [], "it is accounted for"
+        LowerQuantizes("cuda:90").run(traced.graph)
+        assert fp8_inputs.quantize_inputs_op not in targets(traced), "Inductor fuses the cast with what comes before"
 
 
 def test_other_uses_of_the_weight_are_left_alone() -> None:

@@ -2,8 +2,10 @@
 
     fp8-compile export serve:make_model model.pt2                               NVFP4 weights
     fp8-compile export serve:make_model model.pt2 --weights fp8 --dynamic x:0,1  sizes 0 and 1 of input x may vary
+    fp8-compile export serve:make_model model.pt2 --weights fp8 --activations fp8 --calibration serve:make_batches
 
-MODULE:FACTORY is imported from the current folder. FACTORY() returns (model, args) or (model, args, kwargs).
+MODULE:FACTORY is imported from the current folder. FACTORY() returns (model, args) or (model, args, kwargs); that of
+--calibration batches: tensors, tuples or dicts of the model's arguments.
 """
 
 from __future__ import annotations
@@ -24,23 +26,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("output", type=Path, metavar="FILE.pt2", help="the package to write")
     parser.add_argument("--weights", choices=("nvfp4", "fp8", "none"), default="nvfp4", help="default nvfp4")
     parser.add_argument("--method", help="how NVFP4 scales are chosen (default sweep; rtn is fastest)")
-    parser.add_argument("--activations", choices=("int8",), help="round inputs too, for the fastest kernels")
+    parser.add_argument(
+        "--activations", choices=("int8", "fp8"), help="round inputs too: int8 with nvfp4 weights, fp8 with fp8 ones"
+    )
+    parser.add_argument(
+        "--calibration", metavar="MODULE:FACTORY", help="batches to choose NVFP4 weights and FP8 input scales by"
+    )
     parser.add_argument("--include", action="append", metavar="GLOB", help="layers to pack; repeat it")
     parser.add_argument("--exclude", action="append", metavar="GLOB", help="layers to leave alone; repeat it")
     parser.add_argument(
         "--dynamic", action="append", default=[], metavar="NAME:DIMS", help="dimensions of an input that vary: x:0,1"
     )
+    parser.add_argument("--dump", type=Path, metavar="FOLDER", help="write the graphs and the report there")
 
 
 def run(options: argparse.Namespace) -> int:
     import fp8_compile
 
-    from ..model_source import load_factory
+    from ..model_source import load_batches, load_factory
 
     model, args, kwargs = load_factory(options.model)
     if not args and not kwargs:
         raise ValueError(f"{options.model} gives a model but no inputs; return (model, args) from it")
-    chosen = {name: getattr(options, name) for name in ("method", "activations", "include", "exclude")}
+    chosen = {name: getattr(options, name) for name in ("method", "activations", "include", "exclude", "dump")}
+    if options.calibration:
+        chosen["calibration"] = fp8_compile.calibrate(model, load_batches(options.calibration))
     report = fp8_compile.export(
         model.eval(),
         args,

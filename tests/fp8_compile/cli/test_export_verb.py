@@ -16,6 +16,9 @@ FACTORY = """
 import torch
 def make():
     return torch.nn.Linear(32, 16), (torch.zeros(4, 32),)
+def batches():
+    yield from (torch.full((2, 32), 3.0), torch.full((5, 32), -7.0))
+one = torch.zeros(2, 32)
 """
 
 
@@ -46,3 +49,13 @@ def test_an_unknown_input_is_a_mistake_that_names_those_there_are(calls: list[An
     assert main(["export", "made_for_export:make", "model.pt2", "--dynamic", "x:0"]) == MISTAKE
     assert "expected NAME:DIMS such as input:0,1, for one of the inputs input" in capsys.readouterr().err
     assert calls == []
+
+
+def test_batches_are_calibrated_with_and_other_things_refused(calls: list[Any], capsys: Any) -> None:
+    words = ["--weights", "fp8", "--activations", "fp8", "--dump", "graphs", "--calibration"]
+    assert main(["export", "made_for_export:make", "model.pt2", *words, "made_for_export:batches"]) == 0
+    ((_, _, options),) = calls
+    assert (options["weights"], options["activations"], options["dump"]) == ("fp8", "fp8", Path("graphs"))
+    assert options["calibration"].amax("") == 7 and options["calibration"].tokens("") == 7
+    assert main(["export", "made_for_export:make", "model.pt2", *words, "made_for_export:one"]) == MISTAKE
+    assert "made_for_export:one gives Tensor; expected an iterable of batches" in capsys.readouterr().err

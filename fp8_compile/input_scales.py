@@ -1,0 +1,39 @@
+"""Static scales of layers' inputs, from a calibration.
+
+scale = amax / 448         a fp32 scalar: x / scale reaches E4M3's largest value where x reaches the calibration's
+"""
+
+from __future__ import annotations
+
+from typing import Iterable, Mapping
+
+from torch import Tensor
+
+from fp8_compile.kernels.formats import E4M3
+
+from .calibration import Calibration
+
+
+def static_scales(names: Iterable[str], calibration: Calibration) -> dict[str, Tensor]:
+    """The scale of each layer's input; layers whose inputs were all zeros have none."""
+    names = list(names)
+    check_seen(names, calibration)
+    amaxes = {name: calibration.amax(name) for name in names}
+    return shared_scales({name: (amax / E4M3.max).clamp(min=_SMALLEST) for name, amax in amaxes.items() if amax > 0})
+
+
+def shared_scales(scales: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same with one tensor for siblings of one scale (q, k and v), by which the compiler sees that their input is
+    to be quantized once."""
+    made: dict[tuple[str, float], Tensor] = {}
+    return {name: made.setdefault((name.rpartition(".")[0], float(one)), one) for name, one in scales.items()}
+
+
+_SMALLEST = 2.0**-126  # whose reciprocal is finite, with the room that x * (1 / scale) needs
+
+
+def check_seen(names: Iterable[str], calibration: Calibration) -> None:
+    """Every layer was reached by some batch."""
+    unseen = sorted(set(names) - set(calibration.names))
+    if unseen:
+        raise ValueError(f"{', '.join(unseen)}: no calibration batch reached it; add batches that do, or exclude it")
