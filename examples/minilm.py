@@ -20,12 +20,19 @@ from torch import Tensor, nn
 
 LAYERS = ("encoder.layer.0.intermediate.dense", "encoder.layer.3.output.dense", "encoder.layer.5.attention.self.query")
 STANDARD_LIBRARY = (
-    "argparse asyncio base64 bisect calendar collections concurrent.futures contextlib copy csv datetime "
-    "decimal difflib email.message enum fractions functools getpass glob gzip hashlib heapq html "
-    "http.client imaplib inspect io ipaddress itertools json logging mailbox mimetypes multiprocessing "
-    "operator os pathlib pickle platform plistlib pprint queue random re sched shelve shutil smtplib "
-    "socket sqlite3 ssl statistics string subprocess tarfile tempfile textwrap threading timeit tokenize "
-    "traceback typing unittest urllib.parse urllib.request uuid weakref zipfile"
+    "argparse ast asyncio base64 bisect bz2 calendar cmd code codecs collections concurrent.futures configparser "
+    "contextlib copy copyreg cProfile csv ctypes dataclasses datetime dbm decimal difflib dis doctest "
+    "email.header email.message email.policy email.utils enum filecmp fileinput fnmatch fractions ftplib "
+    "functools getpass gettext glob graphlib gzip hashlib heapq hmac html html.parser http.client http.cookiejar "
+    "http.cookies http.server imaplib importlib importlib.metadata importlib.resources inspect io ipaddress "
+    "itertools json linecache locale logging lzma mailbox mimetypes mmap modulefinder multiprocessing netrc "
+    "numbers operator optparse os pathlib pdb pickle pkgutil platform plistlib poplib posixpath pprint pstats "
+    "pyclbr pydoc queue quopri random re reprlib rlcompleter runpy sched secrets selectors shelve shlex shutil "
+    "signal smtplib socket socketserver sqlite3 ssl stat statistics string stringprep struct subprocess symtable "
+    "sys sysconfig tarfile tempfile textwrap threading timeit tokenize trace traceback tracemalloc types typing "
+    "unicodedata unittest unittest.mock urllib.error urllib.parse urllib.request urllib.robotparser uuid warnings "
+    "wave weakref webbrowser wsgiref.handlers xml.dom.minidom xml.etree.ElementTree xml.sax.handler xmlrpc.client "
+    "xmlrpc.server zipapp zipfile zipimport zlib zoneinfo"
 ).split()
 
 PYTORCH = ("torch", "torch.nn", "torch.nn.functional", "torch.optim", "torch.distributions", "torch.utils.data")
