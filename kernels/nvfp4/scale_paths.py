@@ -61,9 +61,7 @@ def _best_scales(
             now = _chosen(here[done : done + size], origin)
             if done:
                 now = now - (factor[begin : at.start, at].t() @ errors.flatten(1)).view(now.shape)
-            cost, scales, came_from, added = _step(
-                now, cost, factor[at, at], kept_zero[:, block], paths, candidates
-            )
+            cost, scales, came_from, added = _step(now, cost, factor[at, at], kept_zero[:, block], paths, candidates)
             history.append((scales, came_from))
             errors = torch.cat([_chosen(errors, came_from), added])
             origin = origin.gather(0, came_from)
@@ -82,8 +80,7 @@ def _best_scales(
 def _step(
     weights: Tensor, cost: Tensor, within: Tensor, kept_zero: Tensor, paths: int, candidates: tuple[int, int]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """One block. weights: [B, P, N], cost: [P, N] -> the cheapest P': cost, scales, and origins [P', N], e [B, P', N].
-    """
+    """One block. weights: [B, P, N], cost: [P, N] -> the cheapest P': cost, scales, origins [P', N], e [B, P', N]."""
     size, before, rows = weights.shape
     scales, again = _candidates(weights.flatten(1), candidates)  # [C, P * N]
     choices = len(scales) * before

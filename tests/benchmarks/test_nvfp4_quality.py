@@ -23,7 +23,7 @@ def model() -> torch.nn.Module:
 def test_errors_of_a_real_layer_fall_from_method_to_method(model: torch.nn.Module) -> None:
     name = minilm.LAYERS[2]
     seen, unseen = (
-        nvfp4_quality.inputs(model, texts, padded=True)[name]
+        nvfp4_quality.moments(model, texts, padded=True)[0][name]
         for texts in (minilm.calibration_texts(24), minilm.measured_texts(8))
     )
     errors = nvfp4_quality.layer_errors(model.get_submodule(name).weight.detach(), seen, unseen)

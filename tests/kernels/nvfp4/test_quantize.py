@@ -204,9 +204,11 @@ def test_a_power_of_two_changes_the_global_scale_alone_until_fp32_ends(method: s
         assert torch.equal(packed.block_scales.float(), usual.block_scales.float())
         assert float(packed.global_scale) == float(usual.global_scale) * factor >= 2.0**-126
         exact = usual.dequantize().double() * factor
-        assert (packed.dequantize().double() - exact).abs().amax() <= max(2.0**-150, 2.0**-24 * float(exact.abs().max()))
-    # Below, the global scale stays at 2**-126, so that its inverse is finite, and block scales shrink instead: the error
-    # is what that global scale, in proportion, gives an ordinary matrix, though 1 / (global * block scale) exceeds FP32.
+        lost = max(2.0**-150, 2.0**-24 * float(exact.abs().max()))  # by rounding the product with the global scale
+        assert (packed.dequantize().double() - exact).abs().amax() <= lost
+    # Below, the global scale stays at 2**-126, so that its inverse is finite, and block scales shrink instead. The
+    # error is what that global scale, in proportion, gives an ordinary matrix, though 1 / (global * block scale)
+    # exceeds FP32.
     tiny = quantize_nvfp4(w * 2.0**-130, method, h)
     assert float(tiny.global_scale) == 2.0**-126 and 1 / (2.0**-126 * float(tiny.block_scales.float().min())) > 2.0**128
     ordinary = quantize_nvfp4(w * 2.0**-10, method, h, global_scale=torch.tensor(2.0**-6))
@@ -249,7 +251,7 @@ def test_a_given_global_scale_is_used_and_block_scales_follow() -> None:
         ({"method": "gptq", "hessian": torch.full((32, 32), torch.nan)}, ValueError, "the Hessian has Inf or NaN"),
         ({"method": "sweep", "block_size": 24}, ValueError, "expected 16"),
         ({"method": "sweep", "damping": 0.1}, ValueError, "has no option 'damping'"),
-        ({"method": "gptq", "hessian": torch.eye(32), "order": "?"}, ValueError, "expected one of: pivot, energy, natural"),
+        ({"method": "gptq", "hessian": torch.eye(32), "order": "?"}, ValueError, "one of: pivot, energy, natural"),
         ({"method": "gptq", "hessian": torch.eye(32), "damping": 0}, ValueError, "damping expects a finite number"),
         ({"method": "gptq", "hessian": torch.eye(32), "paths": 0}, ValueError, "paths of 1 or more"),
         ({"method": "rtn", "global_scale": torch.zeros(())}, ValueError, "one finite number above 0"),
