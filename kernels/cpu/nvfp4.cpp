@@ -12,6 +12,8 @@
 #include "nvfp4_lanes.h"
 #include "threads.h"
 
+#include <type_traits>
+
 namespace {
 
 using namespace fp8;
@@ -119,7 +121,10 @@ struct Int8 {
   }
   template <int ROWS>
   static void add(Floats (&sums)[ROWS], const uint8_t* codes, const uint8_t* scales, const Stored* stored) {
-    const Floats scale = e4m3(scales);
+    add<ROWS>(sums, codes, e4m3(scales), stored);
+  }
+  template <int ROWS>
+  static void add(Floats (&sums)[ROWS], const uint8_t* codes, Floats scale, const Stored* stored) {
     const Words low = load_words(codes), high = load_words(codes + 4 * LANES);
     const Bytes w[4] = {even_bytes(low), odd_bytes(low), even_bytes(high), odd_bytes(high)};
     for (int row = 0; row < ROWS; ++row) {
@@ -129,6 +134,23 @@ struct Int8 {
       sums[row] = fma(to_floats(a), scale * splat(x.half_scale), sums[row]);
     }
   }
+#if defined(__AVX512F__)
+  // Four blocks at once, the same sums in the same order: one look tells that all their scales are ordinary, and two
+  // blocks' are decoded together. Decoding scales is a third of the work of one row of x.
+  static void add_four(Floats (&sums)[1], const uint8_t* codes, const uint8_t* scales, const Stored* stored) {
+    if (__builtin_expect(!plain_e4m3(scales), 0)) {
+      for (int block = 0; block < 4; ++block)
+        add<1>(sums, codes + block * NVFP4_BYTES, scales + block * LANES, stored + block);
+      return;
+    }
+    for (int block = 0; block < 4; block += 2) {
+      Floats first, second;
+      e4m3_pair(scales + block * LANES, first, second);
+      add<1>(sums, codes + block * NVFP4_BYTES, first, stored + block);
+      add<1>(sums, codes + (block + 1) * NVFP4_BYTES, second, stored + block + 1);
+    }
+  }
+#endif
 };
 
 // x as [tiles][blocks][ROWS], by all threads of the region.
@@ -157,7 +179,19 @@ void multiply(const Nvfp4Call& call, const Nvfp4Groups& groups, int64_t group, i
     Floats sums[AT_ONCE][ROWS];
     for (int g = 0; g < AT_ONCE; ++g) std::fill(sums[g], sums[g] + ROWS, zeros());
     const int64_t end = std::min(first + SUMMED, call.blocks);
-    for (int64_t block = first; block < end; ++block)
+    int64_t block = first;
+#if defined(__AVX512F__)
+    if constexpr (std::is_same_v<A, Int8> && ROWS == 1) {
+      for (; block + 4 <= end; block += 4)
+        for (int g = 0; g < AT_ONCE; ++g) {
+          const uint8_t *at = codes[g] + block * NVFP4_BYTES, *scale = scales[g] + block * LANES;
+          for (int line = 0; line < 8; ++line) __builtin_prefetch(at + AHEAD + 64 * line);
+          __builtin_prefetch(scale + AHEAD / 8);
+          Int8::add_four(sums[g], at, scale, x + block);
+        }
+    }
+#endif
+    for (; block < end; ++block)
       for (int g = 0; g < AT_ONCE; ++g) {
         const uint8_t *at = codes[g] + block * NVFP4_BYTES, *scale = scales[g] + block * LANES;
         __builtin_prefetch(at + AHEAD);

@@ -51,6 +51,15 @@ inline Floats e4m3(const uint8_t* p) {
   return {_mm512_cvtph_ps(_mm256_mask_mov_epi16(h, nan, _mm256_set1_epi16(0x7e00)))};
 }
 
+// Scales of two blocks, 32 bytes that are neither negative nor NaN: plain_e4m3 tells of four blocks.
+inline bool plain_e4m3(const uint8_t* p) {
+  return _mm512_cmpge_epu8_mask(_mm512_loadu_si512(p), _mm512_set1_epi8(0x7f)) == 0;
+}
+inline void e4m3_pair(const uint8_t* p, Floats& first, Floats& second) {
+  const __m512i h = _mm512_slli_epi16(_mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)p)), 7);
+  first.v = _mm512_cvtph_ps(_mm512_castsi512_si256(h)), second.v = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(h, 1));
+}
+
 inline Bytes bytes_of(__m512i nibbles) {
   const __m512i table = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)OFFSET_E2M1));
 #if defined(__AVX512VBMI__)

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from . import hessian as hessian_sweep
 from . import sweep
+from .curvature import mean_energy
 from .weight import dequantize, encode
 
 
@@ -43,9 +44,6 @@ def quantize(
     rows, columns = w.shape
     codes, block_scales = hessian_sweep.quantize(w, global_scale, hessian, block_size)
     target, curvature = w.to(torch.float32) / global_scale, hessian.to(torch.float32)
-    mean = curvature.diagonal().mean()
-    if not mean > 0:
-        return codes, block_scales
     one = torch.ones((), device=w.device)
 
     def decoded(codes: Tensor, block_scales: Tensor) -> Tensor:
@@ -61,7 +59,7 @@ def quantize(
     wanted = target @ curvature
     eigenvalues, vectors = torch.linalg.eigh(curvature)
     growth = (options.last_rho / options.rho) ** (1 / max(options.rounds - 1, 1))
-    rho = float(options.rho * mean)
+    rho = float(options.rho * mean_energy(curvature))
     for number in tqdm(range(options.rounds), desc="admm", disable=not progress, leave=False):
         x = ((wanted + rho * (z - u)) @ vectors) / (eigenvalues.clamp(min=0) + rho) @ vectors.t()
         pulled = x + u

@@ -24,8 +24,8 @@ def round_(y: Tensor, step: Tensor) -> Tensor:
     becomes zero loses its sign."""
     y.clamp_(-LARGEST, LARGEST)
     torch.bitwise_and(y.view(torch.int32), _EXPONENT, out=step.view(torch.int32))
-    step.clamp_(min=1.0).mul_(_SHIFT)
-    return y.add_(step).sub_(step)
+    step.clamp_(min=1.0)
+    return y.add_(step, alpha=_SHIFT).sub_(step, alpha=_SHIFT)  # the products are exact
 
 
 def rounded(y: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from .curvature import filled
 from .scale_search import best_scales
 from .sweep import columns_of
 from .weight import block_scale_of, blocks_of, encode
@@ -34,12 +35,6 @@ def quantize(
         )
         block_scales[:, index] = scales
     return encode(blocks, block_scales, global_scale), block_scales
-
-
-def filled(hessian: Tensor, blocks: Tensor) -> Tensor:
-    """[K, K] -> FP32 [K', K']: nothing flows into the columns that fill up the last block."""
-    missing = blocks.shape[1] * blocks.shape[2] - hessian.shape[0]
-    return torch.nn.functional.pad(hessian.to(torch.float32), (0, missing, 0, missing))
 
 
 def roots_of(hessian: Tensor, count: int) -> tuple[Tensor, list[float]]:

@@ -5,7 +5,7 @@ four_over_six  that scale or 1.5 times it, by squared error                     
 sweep          the best of all 126 scales by squared error                          sweep.py
 hessian        the best of all 126 scales by the error of the layer's output        hessian.py
 admm           ``hessian``, then codes that make up for each other                  admm.py
-gptq           scales and codes in sequence, errors fed forward                     gptq.py
+gptq           scales and codes in sequence, errors fed forward, then descent       gptq.py
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def quantize_nvfp4(
 
     ``hessian``: [K, K], ``mean(x x^T)`` over the layer's inputs, for the methods that weigh errors by it.
     ``global_scale``: instead of the matrix's own, where layers share one. ``name`` is the layer's, for errors.
-    ``options`` are those of the method: ``damping``, ``order``, ``candidates``, ``passes`` of gptq; ``rounds``,
-    ``rho``, ``last_rho``, ``sweep_every`` of admm.
+    ``options`` are those of the method: ``damping``, ``order``, ``candidates``, ``paths``, ``passes`` of gptq;
+    ``rounds``, ``rho``, ``last_rho``, ``sweep_every`` of admm.
     """
     check_method(method, hessian is not None, name)
     _check_weight(w, block_size, name)

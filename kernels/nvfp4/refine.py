@@ -1,8 +1,12 @@
-"""Coordinate descent on codes: each weight in turn takes the value that is best given all others. Scales stay.
+"""Descent from a rounded matrix: some blocks, or one weight, take what is best given all others.
 
-    minimise (q - w)^T H (q - w):     q_j <- nearest( q_j - (H (q - w))_j / H_jj )
+    minimise (q - w)^T H (q - w)
+    a window:   t = q_b - H_bb^-1 (H (q - w))_b        what a few blocks would be if they could be anything;
+                t is rounded as by GPTQ with H_bb, scales and codes, and taken by the rows in which that is better
+    a weight:   q_j <- nearest( q_j - (H (q - w))_j / H_jj )
 
-No step raises the error, so what comes out is never worse than what went in, under the H that is given.
+No step raises the error, so what comes out is never worse than what went in, under the H that is given. Windows are
+drawn anew for every pass, from a fixed seed.
 """
 
 from __future__ import annotations
@@ -11,26 +15,73 @@ import torch
 from torch import Tensor
 
 from . import e2m1
+from .curvature import inverse_factor
+from .feedback import TO_ZERO, round_blocks
+from .scale_paths import best_scales
+
+BLOCKS = 4  # in a window
+PATHS = 2  # ways to choose its scales; more gained nothing
+MARGIN = 1e-5  # of a window's error, that a change has to win: more than FP32 may be wrong by
 
 
-def refine(weights: Tensor, values: Tensor, scales: Tensor, inverse: Tensor, hessian: Tensor, passes: int) -> Tensor:
-    """weights, values: [K, N], columns of the matrix as rows; scales and their inverse: [K/B, N], an inverse of 0 keeps
-    a block at zero; hessian: [K, K], its diagonal above 0. All in units of the global scale -> codes [K, N]."""
-    values = values.clone()
-    size = len(weights) // len(scales)
-    gradient = hessian @ (values - weights)
-    diagonal = hessian.diagonal().tolist()
-    step = torch.empty_like(values[0])
+def refine(
+    weights: Tensor,
+    values: Tensor,
+    scales: Tensor,
+    kept_zero: Tensor,
+    hessian: Tensor,
+    passes: int,
+    candidates: tuple[int, int],
+) -> tuple[Tensor, Tensor]:
+    """weights: [K, N], columns of the matrix as rows, and their values by their scales; scales: [K/B, N]; kept_zero:
+    bool [K/B, N], blocks that stay zeros; hessian: [K, K], positive definite -> values by their scales, scales."""
+    descent = _Descent(weights, values, scales, kept_zero, hessian)
+    generator = torch.Generator().manual_seed(0)
+    descent.take_best_codes()
     for _ in range(passes):
-        for block, scale in enumerate(scales):
-            here = slice(block * size, (block + 1) * size)
-            within, local = hessian[here, here], gradient[here].clone()
-            change = torch.empty_like(local)
-            for j in range(size):
-                now = values[block * size + j]
-                wanted = torch.sub(now, local[j], alpha=1.0 / diagonal[block * size + j]).mul_(inverse[block])
-                torch.sub(e2m1.round_(wanted, step).mul_(scale), now, out=change[j])
-                local[j + 1 :].addmm_(within[j + 1 :, j : j + 1], change[j : j + 1])
-            values[here] += change
-            gradient.addmm_(hessian[:, here], change)
-    return e2m1.codes_of(values / scales.repeat_interleave(size, 0))
+        for window in torch.randperm(len(scales), generator=generator).split(BLOCKS):
+            descent.solve(window.sort().values.to(weights.device), candidates)
+        descent.take_best_codes()
+    return descent.values / descent.scales.repeat_interleave(descent.size, 0), descent.scales
+
+
+class _Descent:
+    def __init__(self, weights: Tensor, values: Tensor, scales: Tensor, kept_zero: Tensor, hessian: Tensor) -> None:
+        self.scales, self.kept_zero, self.hessian = scales.clone(), kept_zero, hessian
+        self.size = len(weights) // len(scales)
+        self.values = self._scaled(values, scales)
+        self.gradient = hessian @ (self.values - weights)
+
+    def _scaled(self, values: Tensor, scales: Tensor) -> Tensor:
+        return (values.view(len(scales), self.size, -1) * scales.unsqueeze(1)).view(values.shape)
+
+    def solve(self, blocks: Tensor, candidates: tuple[int, int]) -> None:
+        """Choose scales and codes of some blocks anew."""
+        here = (blocks.unsqueeze(1) * self.size + torch.arange(self.size, device=blocks.device)).flatten()
+        within, before, zero = self.hessian[here][:, here], self.values[here], self.kept_zero[blocks]
+        factor = inverse_factor(within)
+        distance = factor.t() @ (factor @ self.gradient[here])
+        target = before - distance
+        scales = best_scales(target.t().contiguous(), zero.t(), factor, self.size, PATHS, candidates).t().contiguous()
+        proposed = self._scaled(round_blocks(target, torch.where(zero, TO_ZERO, scales), factor), scales)
+        better = _quadratic(proposed - target, within) < (1 - MARGIN) * _quadratic(distance, within)
+        self.values[here] = torch.where(better, proposed, before)
+        self.scales[blocks] = torch.where(better, scales, self.scales[blocks])
+        self.gradient.addmm_(self.hessian[:, here], torch.where(better, proposed - before, 0.0))
+
+    def take_best_codes(self) -> None:
+        """One weight of each row after the other, under the scales there are."""
+        for block, scale in enumerate(torch.where(self.kept_zero, TO_ZERO, self.scales)):
+            here = slice(block * self.size, (block + 1) * self.size)
+            within, values, gradient = self.hessian[here, here], self.values[here], self.gradient[here].clone()
+            inverse, step, change = scale.reciprocal(), torch.empty_like(scale), torch.empty_like(values)
+            for j, curvature in enumerate(within.diagonal().tolist()):
+                wanted = torch.sub(values[j], gradient[j], alpha=1.0 / curvature).mul_(inverse)
+                torch.sub(e2m1.round_(wanted, step).mul_(scale), values[j], out=change[j])
+                gradient[j + 1 :].addmm_(within[j + 1 :, j : j + 1], change[j : j + 1])
+            values += change
+            self.gradient.addmm_(self.hessian[:, here], change)
+
+
+def _quadratic(e: Tensor, hessian: Tensor) -> Tensor:
+    return (hessian @ e).mul_(e).sum(0)

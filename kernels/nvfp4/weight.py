@@ -18,6 +18,7 @@ BLOCK_SIZES = (16, 32)  # 16 is NVFP4; 32 is what early sketches of the format h
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 SMALLEST_SCALE = 2.0**-9
+SAFE_GLOBAL_SCALE = 2.0**-118  # (1 / it) / SMALLEST_SCALE is finite
 SCALE_CODES = range(1, 127)  # bytes of the 126 finite E4M3 numbers above 0
 # Largest block scale that the block with the largest element gets: all of E4M3 for rounding to nearest, less for the
 # methods that search, so that this block too can have a larger scale than its amax calls for.
@@ -96,8 +97,13 @@ def encode(blocks: Tensor, block_scales: Tensor, global_scale: Tensor) -> Tensor
     """Packed codes, [N, K'/2], of the values nearest to the weights under given scales."""
     rows, count, size = blocks.shape
     packed = torch.empty(rows, count * size // 2, dtype=torch.uint8, device=blocks.device)
+    tiny = bool(global_scale < SAFE_GLOBAL_SCALE)
     for part in chunks(rows, count * size):
-        y = blocks[part] * multiplier_of(block_scales[part], global_scale).unsqueeze(-1)
+        multiplier = multiplier_of(block_scales[part], global_scale).unsqueeze(-1)
+        y = blocks[part] * multiplier
+        if tiny:  # where the multiplier exceeds FP32, in two steps
+            scales = block_scales[part].to(torch.float32).unsqueeze(-1)
+            y = torch.where(multiplier.isinf(), blocks[part] * (1.0 / global_scale) / scales, y)
         packed[part] = e2m1.pack(e2m1.codes_of(y)).view(y.shape[0], -1)
     return packed
 

@@ -23,14 +23,14 @@ def model() -> torch.nn.Module:
 def test_errors_of_a_real_layer_fall_from_method_to_method(model: torch.nn.Module) -> None:
     name = minilm.LAYERS[2]
     seen, unseen = (
-        nvfp4_quality.inputs(model, texts, padded=True)[name]
-        for texts in (minilm.calibration_texts(24), minilm.measured_texts(8))
+        nvfp4_quality.moments(model, texts, padded=True)[0][name]
+        for texts in (minilm.calibration_texts(64), minilm.measured_texts(16))
     )
     errors = nvfp4_quality.layer_errors(model.get_submodule(name).weight.detach(), seen, unseen)
     ratios = {method: error / errors["rtn"] for method, error in errors.items()}
     assert 0.05 < errors["rtn"] < 0.12, errors
-    assert ratios["four_over_six"] < 0.96 and ratios["sweep"] < 0.88 and ratios["hessian"] < 0.76, ratios
-    assert ratios["admm"] < 0.7 and ratios["gptq"] < 0.6, ratios
+    assert ratios["four_over_six"] < 0.95 and ratios["sweep"] < 0.88 and ratios["hessian"] < 0.73, ratios
+    assert ratios["admm"] < 0.57 and ratios["gptq"] < 0.44, ratios  # 0.52 and 0.38 on thirty times the text
 
 
 def test_embeddings_of_a_packed_model_stay_close_and_closer_with_calibration(model: torch.nn.Module) -> None:
@@ -46,6 +46,6 @@ def test_embeddings_of_a_packed_model_stay_close_and_closer_with_calibration(mod
         return float((torch.cat([minilm.embed(packed, batch) for batch in measured]) * expected).sum(1).mean())
 
     rtn = cosine(method="rtn")
-    calibration = calibrate(model, minilm.batches(minilm.calibration_texts(24)), progress=False)
-    calibrated = cosine(calibration=calibration, sequential=False, passes=1)
-    assert 0.95 < rtn < calibrated and calibrated > 0.98
+    calibration = calibrate(model, minilm.batches(minilm.calibration_texts(48)), progress=False)
+    calibrated = cosine(calibration=calibration, sequential=False, paths=1, passes=0)  # the fastest there is
+    assert 0.96 < rtn < 0.98 and calibrated > 0.990

@@ -105,6 +105,17 @@ def test_long_sums_keep_their_precision(instructions: str) -> None:
             case.check(m)
 
 
+def test_one_row_of_int8_is_bit_equal_to_that_row_among_others(instructions: str, generator: torch.Generator) -> None:
+    """One row takes four blocks at once where their scales are ordinary: negative and NaN ones go the other way."""
+    codes, scales = random_weight(40, 16 * 23, generator)
+    scales.view(torch.uint8)[3, 5], scales.view(torch.uint8)[20, 17] = 0x7F, 0xB8
+    weight, x = nvfp4.interleave(codes, scales), torch.randn(2, 16 * 23, generator=generator)
+    alone = nvfp4.matmul(x[:1], *weight, GLOBAL_SCALE, None, "int8")
+    both = nvfp4.matmul(x, *weight, GLOBAL_SCALE, None, "int8")
+    assert torch.equal(alone[0].view(torch.int32), both[0].view(torch.int32))
+    assert alone[0].isnan().nonzero().tolist() == [[3]]
+
+
 def test_every_code_times_every_scale_is_decoded_exactly(instructions: str) -> None:
     """One element of K at a time: y is the weight itself. Subnormal, zero, negative and NaN scales among them."""
     scales = torch.arange(256, dtype=torch.uint8)[:, None].view(torch.float8_e4m3fn)  # a row each

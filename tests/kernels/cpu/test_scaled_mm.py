@@ -88,9 +88,7 @@ def check(m: int, n: int, k: int, formats: tuple, layouts: tuple[str, str], kind
 
 @pytest.mark.parametrize("kind", SCALES)
 def test_every_format_layout_and_scale_is_exact_but_for_the_sum(kernels: str, kind: str) -> None:
-    for formats, layouts in itertools.product(
-        itertools.product(FORMATS, FORMATS), itertools.product(LAYOUTS, LAYOUTS)
-    ):
+    for formats, layouts in itertools.product(itertools.product(FORMATS, FORMATS), itertools.product(LAYOUTS, LAYOUTS)):
         check(37, 45, 150, formats, layouts, kind)
 
 

@@ -1,0 +1,107 @@
+"""The parts of GPTQ, each against what it says it does, computed in FP64 or by trying everything."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from fp8_compile.kernels.nvfp4 import e2m1
+from fp8_compile.kernels.nvfp4.curvature import damped, inverse_factor
+from fp8_compile.kernels.nvfp4.feedback import TO_ZERO, round_blocks
+from fp8_compile.kernels.nvfp4.refine import refine
+from fp8_compile.kernels.nvfp4.scale_paths import best_scales
+from fp8_compile.kernels.nvfp4.weight import E4M3
+
+SIZE = 16
+
+
+def problem(rows: int, blocks: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Weights [K, N] in units of the global scale, a Hessian, and its factor."""
+    k = SIZE * blocks
+    x = torch.randn(256, k) @ (torch.randn(k, k) / k**0.5 + torch.eye(k)) + torch.randn(k)
+    h = damped(x.t() @ x / len(x), 0.01)
+    return torch.randn(k, rows) * 100, h, inverse_factor(h)
+
+
+def cost(values: torch.Tensor, weights: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+    """(q - w)^T H (q - w) of each row in FP64."""
+    e = (values - weights).double()
+    return ((h.double() @ e) * e).sum(0)
+
+
+def scaled(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    return values * scales.repeat_interleave(SIZE, 0)
+
+
+def start_scales(weights: torch.Tensor) -> torch.Tensor:
+    return (weights.abs().view(-1, SIZE, weights.shape[1]).amax(1) / 6).to(E4M3).float()
+
+
+def test_rounding_with_feedback_is_gptq_as_the_formula_has_it() -> None:
+    weights, h, factor = problem(7, 3)
+    scales = start_scales(weights)
+    scales[1, 2] = TO_ZERO
+    rounded = round_blocks(weights, scales, factor)
+    now, every, spent = weights.double(), scales.repeat_interleave(SIZE, 0), 0.0
+    u = factor.double()
+    for j in range(len(weights)):
+        q = e2m1.rounded((now[j] / every[j].double()).float()).double() * every[j]
+        assert torch.equal(q, rounded[j].double() * every[j])
+        e = (now[j] - q) / u[j, j]
+        now[j + 1 :] -= u[j, j + 1 :, None] * e
+        spent += e.square()
+    assert not rounded[SIZE : 2 * SIZE, 2].any()
+    torch.testing.assert_close(spent, cost(scaled(rounded, scales), weights, h), rtol=1e-4, atol=0)
+
+
+def test_with_paths_enough_for_all_ways_the_search_finds_the_best_of_all() -> None:
+    weights, h, factor = problem(5, 3)
+    kept_zero = torch.zeros(5, 3, dtype=torch.bool)
+    kept_zero[1, 1] = True
+    found = best_scales(weights.t(), kept_zero, factor, SIZE, paths=64, candidates=(1, 2)).t()
+    greedy = best_scales(weights.t(), kept_zero, factor, SIZE, paths=1, candidates=(1, 2)).t()
+
+    def total(scales: torch.Tensor) -> torch.Tensor:
+        taken = torch.where(kept_zero.t(), TO_ZERO, scales)
+        return cost(scaled(round_blocks(weights, taken, factor), scales), weights, h)
+
+    # What a block's candidates are follows from the blocks before it: all 4 * 4 * 4 ways, one after the other.
+    least = torch.full((5,), torch.inf, dtype=torch.float64)
+    for way in itertools.product(range(-1, 3), repeat=3):
+        scales, now = [], weights
+        for block, offset in enumerate(way):
+            largest = now[block * SIZE : (block + 1) * SIZE].abs().amax(0) / 6
+            byte = largest.clamp(2.0**-9, 448.0).to(E4M3).view(torch.uint8).int() + offset
+            scales.append(byte.clamp(1, 126).to(torch.uint8).view(E4M3).float())
+            taken = torch.where(kept_zero.t()[: block + 1], TO_ZERO, torch.stack(scales))
+            now = _left(weights, taken, factor)
+        least = torch.minimum(least, total(torch.stack(scales)))
+    torch.testing.assert_close(total(found), least, rtol=1e-4, atol=0)
+    assert (total(found) <= total(greedy) * (1 + 1e-4)).all() and total(found).sum() < total(greedy).sum()
+
+
+def _left(weights: torch.Tensor, scales: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """The weights, once the first blocks are rounded and their errors fed forward."""
+    now, every = weights.double(), scales.repeat_interleave(SIZE, 0)
+    for j in range(len(every)):
+        q = e2m1.rounded((now[j] / every[j]).float()).double() * every[j]
+        now[j + 1 :] -= factor.double()[j, j + 1 :, None] * ((now[j] - q) / factor.double()[j, j])
+    return now.float()
+
+
+def test_no_row_is_worse_after_the_descent_and_zeros_stay() -> None:
+    weights, h, factor = problem(64, 6)
+    kept_zero = torch.zeros(6, 64, dtype=torch.bool)
+    kept_zero[2, :8] = True
+    scales = start_scales(weights)
+    values = round_blocks(weights, torch.where(kept_zero, TO_ZERO, scales), factor)
+    costs = [cost(scaled(values, scales), weights, h)]
+    for passes in (0, 1, 3):
+        after, chosen = refine(weights, values, scales, kept_zero, h, passes, (2, 6))
+        assert torch.equal(after, e2m1.rounded(after)), "values of E2M1"
+        assert torch.equal(chosen, chosen.to(E4M3).float())
+        assert not after[2 * SIZE : 3 * SIZE, :8].any()
+        costs.append(cost(scaled(after, chosen), weights, h))
+    for before, after in itertools.pairwise(costs):
+        assert (after <= before * (1 + 1e-5)).all() and after.sum() < before.sum()
