@@ -15,7 +15,7 @@ from fp8_compile.kernels.quantize_both import DEQUANT, DEQUANT_T, Q_T, Q, quanti
 
 from .emit import GEMM, emit, getitem, value
 from .graph_pass import GraphPass, PassReport
-from .relayout_bytes import relayout_arguments
+from .relayout_bytes import pointwise_sources, relayout_arguments
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -60,8 +60,8 @@ class PairQuantizes(GraphPass):
     The same:  q, s = quantize(x, e4m3, [1, 128]);  q', s' = quantize(x, e4m3, [128, 1]);  and [1, -1] with [-1, 1]
 
     Inductor reads such a tensor up to three times, since a block of 128, or a column, is no line that its kernels go
-    along. What it fuses into the kernel that computes a tensor (an activation, a norm, their gradients) is better left
-    to it: ``stored`` says which is which. Forward makes both results, and saves the transposed one for backward.
+    along. What it fuses into the kernel that computes a tensor (an activation, its gradient) is better left to it:
+    ``find_stored`` says which is which. Forward makes both results, and saves the transposed one for backward.
 
     Bytes an element of a bf16 tensor, as generated and as launched by ``LaunchQuantizes``:
 
@@ -144,7 +144,7 @@ def _tensors(graph: fx.Graph) -> Iterator[Quantized]:
         if tuple(block) in BLOCKS and not node.meta.get("fp8_stochastic"):
             groups[x, dtype, BLOCKS[tuple(block)][0]].append(node)
     for (x, _, block), quantizes in groups.items():
-        stored = find_stored(x)
+        stored = find_stored(x) or (Stored(x, (), None) if block == (1, TILE) and _is_normed(x) else None)
         operands = [_operands(node) for node in quantizes]
         if stored is not None and None not in operands:
             yield Quantized(stored, quantizes, [operand for found in operands for operand in found or ()], block)
@@ -177,6 +177,16 @@ def _is_in_memory(node: fx.Node) -> bool:
         return node.op == "placeholder"
     name = node.target.overloadpacket.__name__
     return node.target.namespace == "aten" and (name in EXTERN or name.startswith(ATTENTION))
+
+
+def _is_normed(node: fx.Node) -> bool:
+    """Whether a tensor is computed from reductions of its own rows, as a norm's output is.
+
+    Its kernel goes along rows, which are longer than blocks: it would take another for the rows' blocks and a third one
+    for the columns'. Stored and read again, it moves less.
+    """
+    sources = (one.args[0] if one.target is operator.getitem else one for one in pointwise_sources(node))
+    return any(torch.Tag.reduction in getattr(one.target, "tags", ()) for one in sources)
 
 
 def _viewed(graph: fx.Graph, stored: Stored, *, like: fx.Node) -> fx.Node:

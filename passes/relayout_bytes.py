@@ -61,16 +61,16 @@ def relayout_arguments(node: fx.Node) -> tuple[Any, ...] | None:
 
 def made_by_reduction(node: fx.Node) -> bool:
     """Whether a node is computed, element by element, from a reduction of its own row: a norm's output is."""
-    return any(torch.Tag.reduction in _op_tags(one) for one in _pointwise_sources(node))
+    return any(torch.Tag.reduction in _op_tags(one) for one in pointwise_sources(node))
 
 
 def made_pointwise(node: fx.Node) -> bool:
     """Whether a node is computed element by element from tensors that are in memory: an activation's output is."""
-    sources = _pointwise_sources(node)
+    sources = pointwise_sources(node)
     return len(sources) > 1 and not made_by_reduction(node)
 
 
-def _pointwise_sources(node: fx.Node) -> list[fx.Node]:
+def pointwise_sources(node: fx.Node) -> list[fx.Node]:
     """A node, without its views and casts, and the nodes it is computed from element by element, scales aside: these
     are there before the kernel starts."""
     found: dict[fx.Node, None] = {root_of(node): None}

@@ -76,7 +76,7 @@ def test_every_kernel_compiles_for_a_b200_without_spills(delayed_100, direction)
 @pytest.mark.parametrize(
     "capability, recipe, ratio, kernels, ours",
     [
-        (90, "blockwise", 0.8, 13, {"quantize_blocks_kernel": 4}),
+        (90, "blockwise", 0.78, 12, {"quantize_blocks_kernel": 5}),  # and the norm's output
         (100, "rowwise", 0.87, 22, {"row_column_amax_kernel": 4, "cast_rows_columns_kernel": 4}),
     ],
 )

@@ -96,22 +96,24 @@ def test_results_are_the_same_bits(recipe: str, tokens: int, dtype: torch.dtype,
 class Block(nn.Module):
     """A norm, an activation, a residual."""
 
-    def __init__(self) -> None:
+    def __init__(self, norm: nn.Module) -> None:
         super().__init__()
-        self.norm = nn.RMSNorm(128)
+        self.norm = norm
         self.up, self.down = nn.Linear(128, 256, bias=False), nn.Linear(256, 128, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(nn.functional.silu(self.up(self.norm(x))))
 
 
+@pytest.mark.parametrize("norm", [nn.RMSNorm, nn.LayerNorm])
 @each_recipe
-def test_weights_and_gradients_from_outside_are_paired_and_what_inductor_computes_is_not(recipe: str) -> None:
-    joint = joint_graph(Block(), torch.randn(2, 64, 128, requires_grad=True))
+def test_weights_and_gradients_from_outside_are_paired_and_an_activation_is_not(recipe: str, norm: Any) -> None:
+    joint = joint_graph(Block(norm(128)), torch.randn(2, 72, 128, requires_grad=True))
     before, after, _ = before_and_after(joint, recipe)
-    assert paired(after) == ["f32[128, 128]", "f32[128, 256]", "f32[256, 128]"]  # the gradient of the output; weights
+    weights, tangent, normed = ["f32[128, 256]", "f32[256, 128]"], "f32[144, 128]", "f32[144, 128]"
+    assert paired(after) == sorted([*weights, tangent, *([normed] if recipe == "blockwise" else [])])
     left = {describe(node.args[0].meta["val"]) for node in after.nodes if op_name(node) == "quantize"}
-    assert left == {"f32[128, 128]", "f32[128, 256]"}  # the norm's output; the activation's, and its gradient
+    assert left == {"f32[144, 256]", *([normed] if recipe == "rowwise" else [])}  # the activation, and its gradient
     assert_same_results(before, after, random_inputs(before))
 
 
