@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch._inductor import config as inductor_config
-from torch._inductor.utils import fresh_cache
 
 from fp8_compile.kernels.gpu import cublaslt, cublaslt_mm
 from fp8_compile.kernels.gpu.cublaslt import CublasLt, CublasLtError
@@ -118,7 +117,7 @@ def test_inductor_calls_it_with_and_without_a_bias_and_a_sum(cpp_wrapper: bool) 
     def multiply(all_given: list[Operands]) -> list[Tensor]:
         return [cublaslt_mm_op(*given) + 1 for given in all_given]
 
-    with fresh_cache(), inductor_config.patch(cpp_wrapper=cpp_wrapper):
+    with inductor_config.patch(cpp_wrapper=cpp_wrapper, force_disable_caches=True):
         results = torch.compile(multiply, fullgraph=True)(all_given)
     for actual, expected in zip(results, multiply(all_given), strict=True):
         torch.testing.assert_close(actual, expected)
