@@ -38,7 +38,7 @@ class AddInGemm(GraphPass):
             fitting = [(chain, added) for chain, added in chains if _can_add(add, chain, added)]
             if fitting:
                 # Of two gemms the later one adds: then the other's result is there.
-                self._replace(graph, add, *max(fitting, key=lambda pair: order.get(pair[0][-1], len(order))))
+                self._replace(graph, add, *max(fitting, key=lambda pair: order[pair[0][-1]]))
                 changed += 1
         return PassReport(changed, "additions made in FP8 gemms")
 

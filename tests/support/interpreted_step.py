@@ -30,10 +30,9 @@ from typing import Any, Callable, Iterator, Sequence
 from unittest import mock
 
 import absent_gpu
-import numpy as np
 import torch
-import triton.language as tl
-from interpreted import Twin, interpreted
+from hostile_interpreter import UNWRITTEN, hostile_interpreter
+from interpreted import Twin
 from joint_graph import check_accepted, reference_scaled_mm
 from torch import Tensor, fx
 from torch._functorch import config as functorch_config
@@ -52,7 +51,7 @@ from fp8_compile.kernels.gpu import cublaslt_mm
 from fp8_compile.passes.add_in_gemm import AddInGemm
 
 GUARD = 1 << 16  # bytes on each side of a buffer: a block without a mask would not reach beyond
-GUARD_BYTE, UNWRITTEN = 0xA5, 0xFF  # as FP8, bf16 and fp32, a 0xFF in every byte is NaN
+GUARD_BYTE = 0xA5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +86,8 @@ class GeneratedGraph:
         with contextlib.ExitStack() as stack:
             memory = GuardedMemory()
             checked = functools.partial(_checked_cublaslt_mm, self.capability // 10 == 10, cublaslt_mm.reference)
-            stack.enter_context(_interpreter_as_we_need_it(self._kernels, blocks))
+            modules = [kernel.module for kernel in self._kernels.values()]
+            stack.enter_context(hostile_interpreter(modules, backwards=blocks.backwards))
             stack.enter_context(mock.patch.object(torch.cuda, "_DeviceGuard", contextlib.nullcontext))
             stack.enter_context(mock.patch.object(torch.cuda, "set_device", lambda device: None))
             stack.enter_context(mock.patch.object(cublaslt_mm, "reference", checked))
@@ -362,67 +362,3 @@ class _Launched:
         proposed = {} if self.kernel.custom_kernel else self.kernel.configs[0].kwargs
         wanted = dict(self.blocks.sizes or ())
         return {**fixed, **{name: wanted.get(name, value) for name, value in proposed.items()}}
-
-
-# ---- the interpreter ------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _interpreter_as_we_need_it(kernels: dict[str, _Kernel], blocks: Blocks) -> Iterator[None]:
-    modules = [kernel.module for kernel in kernels.values()]
-    builder = interpreter.interpreter_builder
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(interpreted(triton_helpers, *modules))
-        for module in (triton_helpers, *modules):
-            if hasattr(module, "libdevice"):
-                stack.enter_context(mock.patch.object(module, "libdevice", LIBDEVICE))
-        stack.enter_context(mock.patch.object(triton_helpers, "max2", _max2))
-        stack.enter_context(mock.patch.object(type(builder), "create_masked_load", _create_masked_load))
-        stack.enter_context(mock.patch.object(type(builder), "create_exp", _create_exp))
-        if blocks.backwards:
-            stack.enter_context(mock.patch.object(type(builder), "set_grid_idx", _set_grid_idx_from_the_end))
-        yield
-
-
-def _create_masked_load(self: Any, ptrs: Any, mask: Any, other: Any, *hints: Any) -> Any:
-    """Triton promises nothing for lanes that are masked out: every bit is set, the NaN that wins over all numbers."""
-    if other is None:
-        dtype = interpreter._get_np_dtype(ptrs.get_element_ty())
-        bits = np.full(np.shape(ptrs.data) + (np.dtype(dtype).itemsize,), UNWRITTEN, np.uint8)
-        other = interpreter.TensorHandle(bits.view(dtype)[..., 0], ptrs.get_element_ty())
-    return _original_create_masked_load(self, ptrs, mask, other, *hints)
-
-
-_original_create_masked_load = interpreter.InterpreterBuilder.create_masked_load
-_original_set_grid_idx = interpreter.InterpreterBuilder.set_grid_idx
-
-
-def _set_grid_idx_from_the_end(self: Any, *index: int) -> None:
-    _original_set_grid_idx(self, *(size - 1 - i for size, i in zip(self.grid_dim, index)))
-
-
-def _by_torch(function: Callable[..., Tensor]) -> Callable[..., Any]:
-    """A function of Triton tensors."""
-
-    def call(*args: Any) -> Any:
-        arrays = np.broadcast_arrays(*(one.handle.data for one in args))
-        result = function(*(torch.from_numpy(np.array(array)) for array in arrays)).numpy()
-        return tl.tensor(interpreter.TensorHandle(result, args[0].dtype.scalar), args[0].type)
-
-    return call
-
-
-def _max2(a: Any, dim: int) -> Any:
-    """The largest, NaN above all: of a reduction by a function of its own the interpreter makes a call an element."""
-    data = torch.from_numpy(np.array(a.handle.data)).amax(dim.value if isinstance(dim, tl.constexpr) else dim).numpy()
-    scalar = a.dtype.scalar
-    return tl.tensor(interpreter.TensorHandle(data, scalar), tl.block_type(scalar, list(data.shape)))
-
-
-def _create_exp(self: Any, arg: Any) -> Any:
-    return interpreter.TensorHandle(torch.from_numpy(np.array(arg.data)).exp().numpy(), arg.dtype)
-
-
-LIBDEVICE = types.SimpleNamespace(
-    **{name: _by_torch(getattr(torch, name)) for name in ("exp", "rsqrt", "sqrt", "erf", "tanh", "log", "log1p", "pow")}
-)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Any, Callable, Sequence
 
-from torch import fx
+import torch
+from torch import fx, nn
 
 from fp8_compile import Config, Report
 from fp8_compile.backend import compile_graph
@@ -29,3 +30,9 @@ class UncompiledBackend:
         compiled, report = compile_graph(gm, example_inputs, self.config, inner_compile=run_uncompiled)
         self.reports.append(report)
         return compiled
+
+
+def compile_uncompiled(model: nn.Module, recipe: str, **options: Any) -> tuple[Any, UncompiledBackend]:
+    """The model compiled by it, and the backend to ask."""
+    backend = UncompiledBackend(Config(recipe=recipe, **options))
+    return torch.compile(model, backend=backend, fullgraph=True), backend
