@@ -10,7 +10,6 @@ two functions at the end of this file do, for Triton, and change nothing for oth
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from torch._inductor.lowering import fallback_handler, register_lowering
 from torch._inductor.scheduler import Scheduler
 from torch._inductor.virtualized import V, ops
 
+from .extend_inductor import extend
 from .quantize import WHOLE, block_amax
 
 ATOMIC_MAX = "atomic_max"
@@ -68,18 +68,7 @@ def _lowering(amaxes, x, slot):  # type: ignore[no-untyped-def]
     return None
 
 
-def _extend(owner: type, name: str) -> Any:
-    """Replace a method by a function that gets the original first."""
-
-    def decorate(function: Any) -> Any:
-        original = getattr(owner, name)
-        setattr(owner, name, functools.wraps(original)(functools.partialmethod(function, original)))
-        return function
-
-    return decorate
-
-
-@_extend(TritonKernel, "store")
+@extend(TritonKernel, "store")
 def _store(self, original, name, index, value, mode=None):  # type: ignore[no-untyped-def]
     """Print an atomic max: of a tile, one."""
     if mode != ATOMIC_MAX:
@@ -94,7 +83,7 @@ def _store(self, original, name, index, value, mode=None):  # type: ignore[no-un
         self.outside_loop_vars.add(value)
 
 
-@_extend(Scheduler, "fusable_read_and_write")
+@extend(Scheduler, "fusable_read_and_write")
 def _fusable_read_and_write(self, original, read, write, **options):  # type: ignore[no-untyped-def]
     """Two atomic maxima into one buffer may be in one kernel, in any order.
 

@@ -15,7 +15,7 @@ from fp8_compile.kernels.quantize_both import DEQUANT, DEQUANT_T, Q_T, Q, quanti
 
 from .emit import GEMM, emit, getitem, value
 from .graph_pass import GraphPass, PassReport
-from .relayout_bytes import pointwise_sources, relayout_arguments
+from .relayout_bytes import made_by_reduction, relayout_arguments
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -144,7 +144,9 @@ def _tensors(graph: fx.Graph) -> Iterator[Quantized]:
         if tuple(block) in BLOCKS and not node.meta.get("fp8_stochastic"):
             groups[x, dtype, BLOCKS[tuple(block)][0]].append(node)
     for (x, _, block), quantizes in groups.items():
-        stored = find_stored(x) or (Stored(x, (), None) if block == (1, TILE) and _is_normed(x) else None)
+        # The kernel of a norm goes along rows, which are longer than blocks: it would take another for the rows' blocks
+        # and a third one for the columns'. Stored and read again, its output moves less.
+        stored = find_stored(x) or (Stored(x, (), None) if block == (1, TILE) and made_by_reduction(x) else None)
         operands = [_operands(node) for node in quantizes]
         if stored is not None and None not in operands:
             yield Quantized(stored, quantizes, [operand for found in operands for operand in found or ()], block)
@@ -177,16 +179,6 @@ def _is_in_memory(node: fx.Node) -> bool:
         return node.op == "placeholder"
     name = node.target.overloadpacket.__name__
     return node.target.namespace == "aten" and (name in EXTERN or name.startswith(ATTENTION))
-
-
-def _is_normed(node: fx.Node) -> bool:
-    """Whether a tensor is computed from reductions of its own rows, as a norm's output is.
-
-    Its kernel goes along rows, which are longer than blocks: it would take another for the rows' blocks and a third one
-    for the columns'. Stored and read again, it moves less.
-    """
-    sources = (one.args[0] if one.target is operator.getitem else one for one in pointwise_sources(node))
-    return any(torch.Tag.reduction in getattr(one.target, "tags", ()) for one in sources)
 
 
 def _viewed(graph: fx.Graph, stored: Stored, *, like: fx.Node) -> fx.Node:

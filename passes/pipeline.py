@@ -34,6 +34,7 @@ from .rewrite_matmuls import RewriteMatmuls
 from .row import Row
 from .scale_loss import ScaleLoss
 from .share_quantizes import ShareQuantizes
+from .sum_in_quantizes import SumInQuantizes
 from .update_in_place import UpdateInPlace
 from .use_weight_cache import CachedWeights, UseWeightCache
 
@@ -151,7 +152,8 @@ class SplitPipeline(Pipeline):
             on_gpu.append(AddInGemm())
         if rules.reads_any_layout:
             on_gpu.append(ReadAnyLayout())
-        super().__init__([*(on_cpu if rules.target == "cpu" else on_gpu), UpdateInPlace()], key, observer)
+        passes = [*on_cpu, UpdateInPlace()] if rules.target == "cpu" else [*on_gpu, UpdateInPlace(), SumInQuantizes()]
+        super().__init__(passes, key, observer)
 
     def phase(self, graph: fx.Graph) -> str:
         # Not by the nodes' tags: forward saves values, such as the mask of a relu, that were traced for backward.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -61,7 +62,8 @@ def relayout_arguments(node: fx.Node) -> tuple[Any, ...] | None:
 
 def made_by_reduction(node: fx.Node) -> bool:
     """Whether a node is computed, element by element, from a reduction of its own row: a norm's output is."""
-    return any(torch.Tag.reduction in _op_tags(one) for one in pointwise_sources(node))
+    sources = (one.args[0] if one.target is operator.getitem else one for one in pointwise_sources(node))
+    return any(torch.Tag.reduction in _op_tags(one) for one in sources)  # type: ignore[arg-type]
 
 
 def made_pointwise(node: fx.Node) -> bool:

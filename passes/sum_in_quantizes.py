@@ -1,0 +1,57 @@
+"""Let the kernels that quantize gradients sum their columns, for the biases."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from fp8_compile.kernels.record_amax import record_amax_op
+from fp8_compile.kernels.sum_tiles import sum_tiles_op
+
+from .emit import emit, value
+from .find_matmuls import root_of
+from .graph_pass import GraphPass, PassReport
+from .relayout_bytes import made_by_reduction
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+
+class SumInQuantizes(GraphPass):
+    """Replace the sum over the rows of a gradient that is quantized by known scales, once the graph is split.
+
+    Before:  db: bf16[N] = sum(dy, [0])                                   dy: bf16[M, N]
+    After:   tiles: fp32[M / 64, N] = fp8_compile.sum_tiles(dy)           fused into the kernel that quantizes dy
+             db = convert_element_type(sum(tiles, [0]), bf16)
+
+    Not where dy comes out of a norm's backward: that kernel goes along rows, and Inductor adds up columns there.
+    """
+
+    def run(self, graph: fx.Graph) -> PassReport:
+        recorded = (node.args[1] for node in graph.find_nodes(op="call_function", target=record_amax_op))
+        quantized = {root_of(node) for node in recorded}  # type: ignore[arg-type]
+        changed = 0
+        for node in graph.find_nodes(op="call_function", target=aten.sum.dim_IntList):
+            if not _is_over_rows(node) or root_of(node.args[0]) not in quantized or made_by_reduction(node.args[0]):
+                continue
+            with graph.inserting_before(node):
+                total = self._sum(graph, node)
+            node.replace_all_uses_with(total)
+            graph.erase_node(node)
+            changed += 1
+        return PassReport(changed, "sums over rows made where gradients are quantized")
+
+    def _sum(self, graph: fx.Graph, node: fx.Node) -> fx.Node:
+        x: fx.Node = node.args[0]  # type: ignore[assignment]
+        columns = value(x).shape[-1]
+        matrix = x if value(x).dim() == 2 else emit(graph, aten.reshape.default, x, [-1, columns], like=node)
+        tiles = emit(graph, sum_tiles_op, matrix, like=node)
+        total = emit(graph, aten.sum.dim_IntList, tiles, [0], like=node)
+        total = emit(graph, prims.convert_element_type.default, total, value(node).dtype, like=node)
+        return emit(graph, aten.reshape.default, total, list(value(node).shape), like=node)
+
+
+def _is_over_rows(node: fx.Node) -> bool:
+    """Whether a sum is over all dimensions of a tensor but the last one."""
+    x = value(node.args[0])  # type: ignore[arg-type]
+    dims = sorted(dim % x.dim() for dim in node.args[1] or range(x.dim()))  # type: ignore[union-attr, operator]
+    return x.dim() > 1 and dims == list(range(x.dim() - 1)) and x.is_floating_point() and x.numel() != 0
