@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._inductor import config
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8_compile.kernels.relayout import relayout, relayout_op
 
-from .emit import NEVER_SAVED, emit, inline
+from .emit import NEVER_SAVED, emit, inline, value
 from .find_matmuls import root_of
 from .graph_pass import GraphPass, PassReport
 from .lower_quantizes import is_scale
@@ -63,7 +65,7 @@ def relayout_arguments(node: fx.Node) -> tuple[Any, ...] | None:
 def made_by_reduction(node: fx.Node) -> bool:
     """Whether a node is computed, element by element, from a reduction of its own row: a norm's output is."""
     sources = (one.args[0] if one.target is operator.getitem else one for one in pointwise_sources(node))
-    return any(torch.Tag.reduction in _op_tags(one) for one in sources)  # type: ignore[arg-type]
+    return any(map(_is_reduction, sources))  # type: ignore[arg-type]
 
 
 def made_pointwise(node: fx.Node) -> bool:
@@ -84,6 +86,15 @@ def pointwise_sources(node: fx.Node) -> list[fx.Node]:
         found.update(dict.fromkeys(new))
         pending += new
     return list(found)
+
+
+def _is_reduction(node: fx.Node) -> bool:
+    """Of few elements, as of the heads that share a key, Inductor makes a pointwise sum."""
+    if torch.Tag.reduction not in _op_tags(node):
+        return False
+    read, written = value(node.args[0]), value(node)  # type: ignore[arg-type]
+    written = written if isinstance(written, torch.Tensor) else written[0]
+    return not statically_known_true(read.numel() <= config.unroll_reductions_threshold * written.numel())
 
 
 def _op_tags(node: fx.Node) -> Any:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp8_compile.kernels.record_amax import record_amax_op
-from fp8_compile.kernels.sum_tiles import sum_tiles_op
+from fp8_compile.kernels.sum_tiles import TILE, sum_tiles_op
 
 from .emit import emit, value
 from .find_matmuls import root_of
@@ -51,7 +52,8 @@ class SumInQuantizes(GraphPass):
 
 
 def _is_over_rows(node: fx.Node) -> bool:
-    """Whether a sum is over all dimensions of a tensor but the last one."""
+    """Whether a sum is over all dimensions of a tensor but the last one, and over more than one tile."""
     x = value(node.args[0])  # type: ignore[arg-type]
     dims = sorted(dim % x.dim() for dim in node.args[1] or range(x.dim()))  # type: ignore[union-attr, operator]
-    return x.dim() > 1 and dims == list(range(x.dim() - 1)) and x.is_floating_point() and x.numel() != 0
+    rows = x.numel() // x.shape[-1] if x.dim() > 1 else 1
+    return dims == list(range(x.dim() - 1)) and not statically_known_true(rows <= TILE)

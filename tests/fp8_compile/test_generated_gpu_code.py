@@ -85,6 +85,7 @@ CASES = [
     Case(SwiGLU, torch.bfloat16, 64, 32, 64, capability=100),  # divided by small blocks
     Case(Gelu, torch.bfloat16, 70, 64, 96),
     Case(SharedInput, torch.bfloat16, 72, 48, 80),
+    Case(Gelu, torch.bfloat16, 144, 64, 80, capability=100),  # three tiles of rows are summed for the biases
 ]
 SWIGLU = CASES[0]
 WIDE = Case(SwiGLU, torch.float32, 20, 1040, 32)  # the norm goes over a row in steps; rows have gaps between them

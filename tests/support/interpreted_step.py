@@ -40,6 +40,7 @@ from torch._inductor import compile_fx
 from torch._inductor import config as inductor_config
 from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime import triton_helpers
+from torch._inductor.runtime.hints import HeuristicType
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner, GridExpr
 from torch._inductor.select_algorithm import extern_kernels
 from torch._inductor.utils import fresh_cache
@@ -360,5 +361,6 @@ class _Launched:
         """Values of the ``constexpr`` arguments: fixed in the code, or a configuration's."""
         fixed = dict(self.kernel.triton_meta["constants"])
         proposed = {} if self.kernel.custom_kernel else self.kernel.configs[0].kwargs
-        wanted = dict(self.blocks.sizes or ())
+        fixed_blocks = self.kernel.heuristic_type is HeuristicType.FIXED
+        wanted = {} if fixed_blocks else dict(self.blocks.sizes or ())
         return {**fixed, **{name: wanted.get(name, value) for name, value in proposed.items()}}
