@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -43,17 +45,19 @@ class SumInQuantizes(GraphPass):
 
     def _sum(self, graph: fx.Graph, node: fx.Node) -> fx.Node:
         x: fx.Node = node.args[0]  # type: ignore[assignment]
-        columns = value(x).shape[-1]
-        matrix = x if value(x).dim() == 2 else emit(graph, aten.reshape.default, x, [-1, columns], like=node)
+        dims, columns = value(x).dim(), value(x).shape[-1]
+        matrix = x if dims == 2 else emit(graph, aten.reshape.default, x, [-1, columns], like=node)
         tiles = emit(graph, sum_tiles_op, matrix, like=node)
         total = emit(graph, aten.sum.dim_IntList, tiles, [0], like=node)
         total = emit(graph, prims.convert_element_type.default, total, value(node).dtype, like=node)
-        return emit(graph, aten.reshape.default, total, list(value(node).shape), like=node)
+        kept = value(node).dim() == dims
+        return emit(graph, aten.reshape.default, total, [*(dims - 1) * [1], -1], like=node) if kept else total
 
 
 def _is_over_rows(node: fx.Node) -> bool:
     """Whether a sum is over all dimensions of a tensor but the last one, and over more than one tile."""
     x = value(node.args[0])  # type: ignore[arg-type]
     dims = sorted(dim % x.dim() for dim in node.args[1] or range(x.dim()))  # type: ignore[union-attr, operator]
-    rows = x.numel() // x.shape[-1] if x.dim() > 1 else 1
-    return dims == list(range(x.dim() - 1)) and not statically_known_true(rows <= TILE)
+    rows = math.prod(x.shape[:-1])
+    over_rows = dims == list(range(x.dim() - 1)) and isinstance(x.shape[-1], int)
+    return over_rows and not statically_known_true(rows <= TILE)

@@ -15,25 +15,25 @@ from count_launches import Launch, Step
 from fp8_compile.config import RECIPES
 
 
-def lower_swiglu(capability: int, variant: str) -> Step:
+def lower(capability: int, variant: str, block: str = "swiglu") -> Step:
     arguments = gpu_code.variants(capability, list(RECIPES))[variant]
     with absent_gpu(capability) as gpu:
-        return gpu_code.lower(gpu, "swiglu", **arguments)
+        return gpu_code.lower(gpu, block, **arguments)
 
 
 @pytest.fixture(scope="session")
 def torchao_90() -> Step:
-    return lower_swiglu(90, "torchao tensorwise")
+    return lower(90, "torchao tensorwise")
 
 
 @pytest.fixture(scope="session")
 def delayed_90() -> Step:
-    return lower_swiglu(90, "fp8 delayed")
+    return lower(90, "fp8 delayed")
 
 
 @pytest.fixture(scope="session")
 def delayed_100() -> Step:
-    return lower_swiglu(100, "fp8 delayed")
+    return lower(100, "fp8 delayed")
 
 
 def test_delayed_moves_at_most_63_percent_of_torchaos_bytes_outside_the_gemms(delayed_90, torchao_90) -> None:
@@ -83,7 +83,7 @@ def test_every_kernel_compiles_for_a_b200_without_spills(delayed_100, direction)
 def test_many_scales_read_weights_and_the_gradient_once_and_every_kernel_compiles(
     torchao_90, capability: int, recipe: str, ratio: float, kernels: int, ours: dict[str, int]
 ) -> None:
-    step = lower_swiglu(capability, f"fp8 {recipe}")
+    step = lower(capability, f"fp8 {recipe}")
     assert step.bytes_outside_gemms <= ratio * torchao_90.bytes_outside_gemms and step.triton_kernels <= kernels
     names = [launch.name for launch in step.launches]
     assert {one: sum(name.startswith(one) for name in names) for one in ours} == ours  # three weights and one gradient
@@ -91,6 +91,16 @@ def test_many_scales_read_weights_and_the_gradient_once_and_every_kernel_compile
         compiled = list(compile_kernels(source, every_config=False))
         assert [kernel.name for kernel in compiled] == list(kernel_sources(source))
         assert all(kernel.cubin_bytes > 0 and kernel.spills == 0 for kernel in compiled)
+
+
+def test_biases_cost_no_second_read_of_their_gradients() -> None:
+    step, torchao = (lower(90, variant, "gelu") for variant in ("fp8 delayed", "torchao tensorwise"))
+    assert step.bytes_outside_gemms <= 0.53 * torchao.bytes_outside_gemms
+    assert step.triton_kernels <= torchao.triton_kernels // 2
+    kernels = {name: text for name, text in kernel_sources(step.backward).items() if "keep_dims=True" in text}
+    assert len(kernels) == 2  # a quantize each
+    compiled = [kernel for kernel in compile_kernels(step.backward, every_config=False) if kernel.name in kernels]
+    assert all(kernel.cubin_bytes > 0 and kernel.spills == 0 for kernel in compiled)
 
 
 def test_code_that_is_not_triton_is_refused_by_name() -> None:

@@ -85,7 +85,7 @@ CASES = [
     Case(SwiGLU, torch.bfloat16, 64, 32, 64, capability=100),  # divided by small blocks
     Case(Gelu, torch.bfloat16, 70, 64, 96),
     Case(SharedInput, torch.bfloat16, 72, 48, 80),
-    Case(Gelu, torch.bfloat16, 144, 64, 80, capability=100),  # three tiles of rows are summed for the biases
+    Case(Gelu, torch.bfloat16, 80, 64, 64, capability=100),  # for the biases, two tiles of rows are summed
 ]
 SWIGLU = CASES[0]
 WIDE = Case(SwiGLU, torch.float32, 20, 1040, 32)  # the norm goes over a row in steps; rows have gaps between them
@@ -270,6 +270,17 @@ def test_an_atomic_without_its_mask_would_be_found() -> None:
     broken = dataclasses.replace(forward, source=source)
     actual, expected = both(broken, forward.calls[0], LARGE_BLOCKS)
     assert broken.placeholders()[broken.state()[0]] in differing(actual, expected)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.model is Gelu], ids=str)
+def test_the_kernels_that_quantize_gradients_sum_them_for_the_biases(case: Case) -> None:
+    backward = trained(case).backward
+    summed = r"(tl\.sum\()tl\.where\([^,]+, (tl\.broadcast_to\(\w+, \[[^]]+\]\)), 0\.0\)(, \d, keep_dims=True)"
+    source, changed = re.subn(summed, r"\1\2\3", backward.source)
+    assert changed == backward.source.count("keep_dims=True") == 2
+    actual, expected = both(dataclasses.replace(backward, source=source), backward.calls[0], LARGE_BLOCKS)
+    wrong = [name for name in differing(actual, expected) if actual[name].isnan().any()]
+    assert {actual[name].shape for name in wrong} == {(case.inner,), (case.outer,)}  # without its mask, a sum is found
 
 
 def test_a_store_without_its_mask_would_be_found() -> None:
