@@ -8,6 +8,8 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from fp8_compile.kernels.cast_blocks import cast_blocks_op
+from fp8_compile.kernels.quantize import WHOLE
 from fp8_compile.kernels.record_amax import record_amax_op
 from fp8_compile.kernels.sum_tiles import TILE, sum_tiles_op
 
@@ -20,18 +22,21 @@ aten, prims = torch.ops.aten, torch.ops.prims
 
 
 class SumInQuantizes(GraphPass):
-    """Replace the sum over the rows of a gradient that is quantized by known scales, once the graph is split.
+    """Replace the sum over the rows of a gradient that is quantized by one scale, once the graph is split.
 
     Before:  db: bf16[N] = sum(dy, [0])                                   dy: bf16[M, N]
     After:   tiles: fp32[M / 64, N] = fp8_compile.sum_tiles(dy)           fused into the kernel that quantizes dy
              db = convert_element_type(sum(tiles, [0]), bf16)
 
-    Not where dy comes out of a norm's backward: that kernel goes along rows, and Inductor adds up columns there.
+    Not where dy comes out of a norm's backward: that kernel goes along rows, and Inductor adds up columns there. Nor
+    with many scales: those kernels look at whole rows, columns or blocks first.
     """
 
     def run(self, graph: fx.Graph) -> PassReport:
-        recorded = (node.args[1] for node in graph.find_nodes(op="call_function", target=record_amax_op))
-        quantized = {root_of(node) for node in recorded}  # type: ignore[arg-type]
+        delayed = [node.args[1] for node in graph.find_nodes(op="call_function", target=record_amax_op)]
+        casts = graph.find_nodes(op="call_function", target=cast_blocks_op)
+        by_one_scale = [node.args[0] for node in casts if tuple(node.args[3]) == (WHOLE, WHOLE)]
+        quantized = {root_of(node) for node in (*delayed, *by_one_scale)}
         changed = 0
         for node in graph.find_nodes(op="call_function", target=aten.sum.dim_IntList):
             if not _is_over_rows(node) or root_of(node.args[0]) not in quantized or made_by_reduction(node.args[0]):

@@ -13,6 +13,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
+from fp8_compile.kernels.cast_blocks import cast_blocks_op
 from fp8_compile.kernels.record_amax import record_amax_op
 from fp8_compile.passes.sum_in_quantizes import SumInQuantizes
 
@@ -66,6 +67,11 @@ def of_what_is_computed(amaxes: Tensor, dy: Tensor) -> Tensor:
     return dh.sum([-2])
 
 
+def cast_by_its_own_scale(amaxes: Tensor, dy: Tensor) -> Tensor:
+    cast_blocks_op(dy, amaxes[:1, None], torch.float8_e5m2, [-1, -1])
+    return dy.sum([0])
+
+
 def of_shared_heads(amaxes: Tensor, dy: Tensor) -> Tensor:
     dk = dy.view(dy.shape[0], 4, -1).sum(1)  # which Inductor computes element by element
     record_amax_op(amaxes, dk, 1)
@@ -80,6 +86,7 @@ def of_shared_heads(amaxes: Tensor, dy: Tensor) -> Tensor:
         (behind_a_view, (2, 70, 32)),
         (of_what_is_computed, (130, 32)),
         (of_shared_heads, (130, 64)),
+        (cast_by_its_own_scale, (130, 32)),
     ],
 )
 def test_the_sum_is_the_same(function: Callable[..., Any], shape: tuple[int, ...], symbolic: bool) -> None:
@@ -104,13 +111,18 @@ def over_everything(amaxes: Tensor, dy: Tensor) -> Tensor:
     return dy.sum([0, 1])
 
 
+def cast_by_rows(amaxes: Tensor, dy: Tensor) -> Tensor:
+    cast_blocks_op(dy, torch.ones(dy.shape[0], 1), torch.float8_e5m2, [1, -1])
+    return dy.sum([0])
+
+
 def behind_a_norm(amaxes: Tensor, dy: Tensor) -> Tensor:
     dx = dy - torch.var_mean(dy, [1], keepdim=True)[1]
     record_amax_op(amaxes, dx, 0)
     return dx.sum([0])
 
 
-@pytest.mark.parametrize("function", [not_quantized, over_columns, over_everything, behind_a_norm])
+@pytest.mark.parametrize("function", [not_quantized, over_columns, over_everything, cast_by_rows, behind_a_norm])
 def test_other_sums_stay(function: Callable[..., Any]) -> None:
     assert apply(SumInQuantizes(), traced(function, 192, 32)) == 0
 
