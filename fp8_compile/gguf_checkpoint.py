@@ -1,11 +1,11 @@
 """GGUF as llama.cpp reads it: NVFP4 is tensor type 40, a superblock of 64 weights in 36 bytes.
 
     4 block scales (E4M3, unsigned), then for each block of 16: 8 bytes, weights 0-7 in the low nibbles, 8-15 in the
-    high ones the global scale of ``X.weight`` is the tensor ``X.scale``, F32 [1]
+    high ones; the global scale of ``X.weight`` is the tensor ``X.scale``, F32 [1]
 
 Names are llama.cpp's where the ``gguf`` package knows the architecture, and the model's own otherwise. Rows of q and k
-of Llama and Mistral are put in the order of llama.cpp's rotary embedding. The tokenizer is not the model's: llama.cpp's
-converter writes one (``--vocab-only``).
+of Llama and Mistral are put in the order of llama.cpp's rotary embedding. The tokenizer is not the model's, so the file
+says that it has none: llama.cpp then takes and gives numbers of tokens. Its converter writes one (``--vocab-only``).
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ def write_gguf(
     writer = gguf.GGUFWriter(part, architecture)
     try:
         _add_settings(writer, settings)
+        writer.add_tokenizer_model("no_vocab")  # or llama.cpp loads nothing
         for name, tensor in others.items():
             wide = tensor.dim() > 1 and tensor.dtype in (torch.bfloat16, torch.float16)
             kept = tensor.detach().cpu().to(torch.float16 if wide else torch.float32)

@@ -132,6 +132,7 @@ def test_ggufs_reader_and_dequantizer_give_our_weights(tmp_path: pathlib.Path) -
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     assert reader.fields["llama.block_count"].contents() == 1
     assert reader.fields["llama.attention.head_count"].contents() == 4
+    assert reader.fields["tokenizer.ggml.model"].contents() == "no_vocab"  # llama.cpp refuses a file that says nothing
     down = tensors["blk.0.ffn_down.weight"]
     assert down.tensor_type == gguf.GGMLQuantizationType.NVFP4
     weight = model.get_submodule(f"{LAYER}.mlp.down_proj").nvfp4
