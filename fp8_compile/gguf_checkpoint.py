@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import warnings
 from typing import Any, Callable, Mapping
 
 import numpy as np
@@ -26,6 +27,7 @@ from .packed_linear import PackedLinear
 SUPERBLOCK = 64
 ROTATED = ("llama", "mistral")  # whose q and k llama.cpp permutes
 ARCHITECTURES = {"mistral": "llama"}
+TRIED = ("llama", "qwen3")  # whose logits from llama.cpp (ggml 0.25) were compared with ours
 
 
 def superblocks(codes: Tensor, block_scales: Tensor) -> Tensor:
@@ -85,14 +87,28 @@ def write_gguf(
 
 
 def _settings(root: nn.Module) -> dict[str, Any]:
+    """The model's configuration, by the names that most models of transformers have: a GPT-2 maps its own to them."""
     config = getattr(root, "config", None)
-    return config.to_dict() if hasattr(config, "to_dict") else {}
+    if not hasattr(config, "to_dict"):
+        return {}
+    settings = config.to_dict()
+    settings.update({name: getattr(config, name) for name in config.attribute_map})
+    if settings["model_type"] == "gpt2":
+        settings["intermediate_size"] = settings["n_inner"] or 4 * settings["hidden_size"]
+    return settings
 
 
 def _names(gguf: Any, architecture: str, settings: Mapping[str, Any]) -> Callable[[str], str]:
     known = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
     if architecture not in known:
         return lambda name: name
+    if architecture not in TRIED:
+        # qwen2's and gpt2's feed-forward layers, for instance: their code passes no scales on.
+        warnings.warn(
+            f"GGUF of a {architecture} model: llama.cpp was tried with {', '.join(TRIED)} and mistral. Of other models "
+            "it may ignore the global scales of some layers and compute nonsense: compare its output first",
+            stacklevel=4,
+        )
     table = gguf.get_tensor_name_map(known[architecture], settings.get("num_hidden_layers", 0))
 
     def renamed(name: str) -> str:
@@ -119,9 +135,12 @@ def _add_settings(writer: Any, settings: Mapping[str, Any]) -> None:
         ("intermediate_size", writer.add_feed_forward_length),
         ("num_attention_heads", writer.add_head_count),
         ("num_key_value_heads", writer.add_head_count_kv),
+        ("head_dim", writer.add_key_length),
+        ("head_dim", writer.add_value_length),
         ("vocab_size", writer.add_vocab_size),
         ("rms_norm_eps", writer.add_layer_norm_rms_eps),
         ("layer_norm_eps", writer.add_layer_norm_eps),
+        ("layer_norm_epsilon", writer.add_layer_norm_eps),
         ("rope_theta", writer.add_rope_freq_base),
     ):
         value = settings.get(name)

@@ -146,10 +146,25 @@ def test_ggufs_reader_and_dequantizer_give_our_weights(tmp_path: pathlib.Path) -
     assert torch.equal(torch.from_numpy(q.copy()) * ours.global_scale, ours.dequantize()[order])
     norm = tensors["blk.0.attn_norm.weight"].data
     assert np.array_equal(norm, model.model.layers[0].input_layernorm.weight.detach().numpy())
+    assert reader.fields["llama.attention.key_length"].contents() == 16
     odd = nn.Sequential(nn.Linear(48, 16))
     pack(odd, progress=False)
     with pytest.raises(ValueError, match="K a multiple of 64"):
         save_checkpoint(odd, tmp_path / "odd", "gguf")
+
+
+def test_gguf_of_a_gpt2_has_the_sizes_that_its_config_calls_otherwise_and_warns(tmp_path: pathlib.Path) -> None:
+    import gguf
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=1, n_head=4, vocab_size=32, n_positions=48))
+    pack(model, progress=False)
+    with pytest.warns(UserWarning, match="a gpt2 model.*may ignore the global scales"):
+        save_checkpoint(model, tmp_path, "gguf")
+    fields = gguf.GGUFReader(tmp_path / "model.gguf").fields
+    sizes = {name: fields[f"gpt2.{name}"].contents() for name in ("context_length", "embedding_length", "block_count")}
+    assert sizes == {"context_length": 48, "embedding_length": 64, "block_count": 1}
+    assert fields["gpt2.feed_forward_length"].contents() == 256
 
 
 def test_layers_that_servers_fuse_share_a_global_scale_even_if_packed_apart(tmp_path: pathlib.Path) -> None:
