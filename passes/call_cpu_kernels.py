@@ -14,7 +14,7 @@ from fp8_compile.kernels.quantize import is_tiled
 from .emit import emit, getitem, value
 from .graph_pass import GraphPass, PassReport
 from .lower_quantizes import CAST, SCALES, source_of_scale
-from .lower_scaled_mm_cpu import forget_copies
+from .read_again import forget_copies
 
 aten = torch.ops.aten
 
