@@ -19,7 +19,7 @@ class LowerScaledMmForCpu(GraphPass):
 
     Before:  y: bf16[M, N] = _scaled_mm(qa, qb, sa, sb, bias, out_dtype=bf16)
     After:   y: bf16[M, N] = fp8_compile.scaled_mm(qa, qb, sa, sb, bias, bf16)
-    Backward:                fp8_compile.scaled_mm(view(view(qa, uint8) | 0, float8_e4m3fn), ...)
+    Backward:                fp8_compile.scaled_mm(view(view(qa, int8) | 0, float8_e4m3fn), ...)
 
     It takes either operand in either layout, and scales of tensors, rows and tiles. What the copies are for:
     ``read_again.py``; ``CallCpuKernels`` drops them.

@@ -22,7 +22,7 @@ class ReadAgain(GraphPass):
     """Put a copy that is never saved before each operand of a backward gemm by cuBLASLt.
 
     Before:  dw = fp8_compile.cublaslt_mm(permute(g), q, ...)
-    After:   dw = fp8_compile.cublaslt_mm(view(view(permute(g), uint8) | 0, float8_e5m2), ...)
+    After:   dw = fp8_compile.cublaslt_mm(view(view(permute(g), int8) | 0, float8_e5m2), ...)
     """
 
     def run(self, graph: fx.Graph) -> PassReport:
@@ -37,7 +37,7 @@ class ReadAgain(GraphPass):
 class ForgetCopies(GraphPass):
     """Let gemms read what the copies were made of, once the graph is split.
 
-    Before:  dw = fp8_compile.cublaslt_mm(view(view(permute(g), uint8) | 0, float8_e5m2), ...)
+    Before:  dw = fp8_compile.cublaslt_mm(view(view(permute(g), int8) | 0, float8_e5m2), ...)
     After:   dw = fp8_compile.cublaslt_mm(permute(g), ...)
     """
 
@@ -52,7 +52,8 @@ def read_again(graph: fx.Graph, q: fx.Node, *, like: fx.Node) -> fx.Node:
 
 
 def _copy(q: torch.Tensor) -> torch.Tensor:
-    return (q.view(torch.uint8) | 0).view(q.dtype)
+    # Not uint8, as relayouts have it: equal views would become one node, which can't have the marks of both.
+    return (q.view(torch.int8) | 0).view(q.dtype)
 
 
 def forget_copies(graph: fx.Graph) -> int:

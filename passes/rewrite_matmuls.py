@@ -121,7 +121,9 @@ class _Editor:
         }
         both = self._emit(quantize_op, base, plan.format.dtype, list(block), tags=tags)
         q, scale = getitem(self.graph, both, 0), getitem(self.graph, both, 1)
-        if self.rules.needs_k_contiguous and not across:
+        if across:
+            pass  # one scale, and q as it lies
+        elif self.rules.needs_k_contiguous:
             multiples = self._multiples(is_left)
             scale = self._scale_in_layout(scale, plan, rows_first, is_left, multiples[0])
             if not rows_first or multiples != (1, 1):
