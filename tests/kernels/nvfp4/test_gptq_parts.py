@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import math
 
 import pytest
 import torch
 
-from fp8_compile.kernels.cpu import nvfp4_search
+from fp8_compile.kernels.cpu import isa, library, nvfp4_search
 from fp8_compile.kernels.nvfp4 import code_search, e2m1, scale_paths
 from fp8_compile.kernels.nvfp4.curvature import damped, inverse_factor
 from fp8_compile.kernels.nvfp4.feedback import TO_ZERO, round_blocks
@@ -114,21 +115,30 @@ def test_no_row_is_worse_after_the_descent_and_zeros_stay() -> None:
         assert (after <= before * (1 + 1e-5)).all() and after.sum() < before.sum()
 
 
+def libraries() -> tuple[ctypes.CDLL, ctypes.CDLL]:
+    """For this CPU, and for any."""
+    own = nvfp4_search.search_library()
+    assert own is not None
+    return own, nvfp4_search.load(library.get_cpp_compiler(), isa.ISAS["portable"])
+
+
 @pytest.mark.parametrize("size, blocks, paths", [(16, 7, 5), (16, 9, 40), (32, 5, 3), (16, 1, 1)])
 def test_the_search_of_scales_in_cpp_finds_what_its_reference_finds(size: int, blocks: int, paths: int) -> None:
     weights, h, factor = problem(19, blocks * size // SIZE)
     kept_zero = torch.rand(19, blocks) < 0.1
     weights = torch.where(kept_zero.t().repeat_interleave(size, 0), 0.0, weights)
     arguments = weights.t().contiguous(), kept_zero, factor, size, paths, (2, 6)
-    found, expected = best_scales(*arguments).t(), scale_paths.reference(*arguments).t()
-    assert nvfp4_search.search_library() is not None and torch.equal(found, found.to(E4M3).float())
-    # Sums are not in the same order: where two ways cost the same but for rounding, either may be taken.
-    costs = [
-        cost(round_blocks(weights, torch.where(kept_zero.t(), TO_ZERO, scales), factor), weights, h, scales)
-        for scales in (found, expected)
-    ]
-    assert (found == expected).all(0).float().mean() > 0.8
-    torch.testing.assert_close(*costs, rtol=0.02, atol=0)
+
+    def spent(scales: torch.Tensor) -> torch.Tensor:
+        return cost(round_blocks(weights, torch.where(kept_zero.t(), TO_ZERO, scales), factor), weights, h, scales)
+
+    expected = scale_paths.reference(*arguments).t()
+    for kernels in libraries():
+        found = nvfp4_search.scale_paths(kernels, *arguments).t()
+        assert torch.equal(found, found.to(E4M3).float())
+        # Sums are not in the same order: where two ways cost the same but for rounding, either may be taken.
+        assert (found == expected).all(0).float().mean() > 0.8
+        torch.testing.assert_close(spent(found), spent(expected), rtol=0.02, atol=0)
 
 
 def exact_problem(rows: int, columns: int, size: int) -> tuple[torch.Tensor, ...]:
@@ -154,6 +164,9 @@ def test_the_search_of_codes_in_cpp_is_its_reference_bit_for_bit() -> None:
         levels = torch.searchsorted(torch.tensor(code_search.LEVELS), values).to(torch.int8)
         expected = code_search.reference(levels, scales, gradient, h, steps, math.isqrt(columns))
         assert torch.equal(found, torch.tensor(code_search.LEVELS)[expected.int()])
+        for kernels in libraries():
+            again = nvfp4_search.code_search(kernels, levels, scales, gradient, h, steps, math.isqrt(columns))
+            assert torch.equal(again, expected)
         assert torch.equal(found[::5, :size], values[::5, :size]), "blocks without a scale stay as they are"
         before, after = (row_costs(one, scales, weights, h) for one in (values, found))
         assert (after <= before).all() and after.sum() < before.sum()
