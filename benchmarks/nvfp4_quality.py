@@ -4,10 +4,11 @@
     python benchmarks/nvfp4_quality.py sweep         time of every method on one matrix, against rtn's
     python benchmarks/nvfp4_quality.py gptq          time of GPTQ on all of MiniLM's layers, Hessians given
 
-``errors`` prints three tables. In the first, batches are padded to one length and padding counts as tokens, as it does
+``errors`` prints four tables. In the first, batches are padded to one length and padding counts as tokens, as it does
 where shapes are static; in the second, tokens of the texts alone count; in the third, the text that is measured is of
-another kind than the text that was calibrated on. What the methods with a Hessian gain depends on that: they live on
-directions in which inputs hardly vary. Padding is one; the habits of one kind of text are others.
+another kind than the text that was calibrated on; the last is measured on the calibration's own text. What the methods
+with a Hessian gain depends on that: they live on directions in which inputs hardly vary. Padding is one; the habits of
+one kind of text are others.
 """
 
 from __future__ import annotations
@@ -53,34 +54,36 @@ def moments(model: torch.nn.Module, texts: list[str], padded: bool) -> tuple[dic
     return {name: total / tokens for name, total in sums.items()}, tokens
 
 
-def layer_errors(weight: Tensor, seen: Tensor, unseen: Tensor) -> dict[str, float]:
-    """|Wx - W'x| / |Wx| by method: calibrated on tokens with one mean(x x^T), measured on tokens with the other."""
+def layer_errors(weight: Tensor, seen: Tensor, *measured: Tensor) -> list[dict[str, float]]:
+    """|Wx - W'x| / |Wx| by method: calibrated on tokens with one mean(x x^T), measured on tokens with others."""
 
-    def norm(w: Tensor) -> float:
-        return float(((w.double() @ unseen) * w.double()).sum().sqrt())
+    def norm(w: Tensor, moment: Tensor) -> float:
+        return float(((w.double() @ moment) * w.double()).sum().sqrt())
 
-    errors = {}
-    for method in METHODS:
-        packed = quantize_nvfp4(weight, method, seen.float() if method in NEED_HESSIAN else None)
-        errors[method] = norm(packed.dequantize() - weight) / norm(weight)
-    return errors
+    after = {m: quantize_nvfp4(weight, m, seen.float() if m in NEED_HESSIAN else None).dequantize() for m in METHODS}
+    return [{m: norm(w - weight, one) / norm(weight, one) for m, w in after.items()} for one in measured]
 
 
 def print_errors(texts: int) -> None:
     model = minilm.load()
-    for padded, measured, title in (
-        (True, minilm.measured_texts, f"padded to {LENGTH} tokens"),
-        (False, minilm.measured_texts, "tokens of the texts alone"),
-        (False, minilm.other_texts, "tokens alone, text of another kind"),
+    held_out, other, own = minilm.measured_texts, minilm.other_texts, minilm.calibration_texts
+    for padded, tables in (
+        (True, {f"padded to {LENGTH} tokens": held_out}),
+        (False, {"tokens alone": held_out, "tokens alone, text of another kind": other, "the calibration's own": own}),
     ):
         seen, calibrated_on = moments(model, minilm.calibration_texts(texts), padded)
-        unseen, measured_on = moments(model, measured(MEASURED), padded)
-        print(f"\n{title}: calibrated on {calibrated_on}, measured on {measured_on}")
-        print(f"{'layer':40}" + "".join(f"{method:>18}" for method in METHODS))
+        measured = [(seen, calibrated_on) if t is own else moments(model, t(MEASURED), padded) for t in tables.values()]
+        errors = {}
         for name in minilm.LAYERS:
-            errors = layer_errors(model.get_submodule(name).weight.detach(), seen[name], unseen[name])
-            cells = [f"{100 * error:.2f} % {error / errors['rtn']:.3f}x" for error in errors.values()]
-            print(f"{name:40}" + "".join(f"{cell:>18}" for cell in cells), flush=True)
+            weight = model.get_submodule(name).weight.detach()
+            errors[name] = layer_errors(weight, seen[name], *(one[name] for one, _ in measured))
+        for index, title in enumerate(tables):
+            print(f"\n{title}: calibrated on {calibrated_on}, measured on {measured[index][1]}")
+            print(f"{'layer':40}" + "".join(f"{method:>18}" for method in METHODS))
+            for name in minilm.LAYERS:
+                row = errors[name][index]
+                cells = [f"{100 * error:.2f} % {error / row['rtn']:.3f}x" for error in row.values()]
+                print(f"{name:40}" + "".join(f"{cell:>18}" for cell in cells), flush=True)
 
 
 def print_times(size: int) -> None:

@@ -64,18 +64,20 @@ def column_order(hessian: Tensor, count: int, order: str) -> Tensor:
     if order == "energy":
         within = columns.gather(1, energy.argsort(1, descending=True))
         return within[energy.sum(1).argsort(descending=True)].flatten()
-    left, rest, found = list(range(count)), hessian.clone(), []
-    while left:
-        energy = rest.diagonal().view(len(left), size)
-        at = int(energy.sum(1).argmin())
+    # A Cholesky factorization with blocks as pivots: ``half`` has its rows so far, so that what is left of a block, its
+    # Schur complement, is computed when its turn comes.
+    left, half, found = energy.sum(1), hessian.new_empty(hessian.shape), []
+    for done in range(0, len(hessian), size):
+        at = int(left.argmin())
         here = slice(at * size, (at + 1) * size)
-        found.append(columns[left.pop(at)][_pivots(rest[here, here])])
-        beside, factor = rest[:, here], torch.linalg.cholesky(rest[here, here].double())
-        half = torch.linalg.solve_triangular(factor, beside.t().double(), upper=False).to(rest.dtype)
-        keep = torch.ones(len(rest), dtype=torch.bool, device=rest.device)
-        keep[here] = False
-        half = half[:, keep]
-        rest = rest[keep][:, keep].addmm_(half.t(), half, alpha=-1.0)
+        beside = torch.addmm(hessian[here], half[:done, here].t(), half[:done], alpha=-1.0)
+        within = beside[:, here]
+        found.append(columns[at][_pivots(within)])
+        factor = torch.linalg.cholesky(within.double())
+        added = torch.linalg.solve_triangular(factor, beside.double(), upper=False).to(half.dtype)
+        half[done : done + size] = added
+        left -= added.square().sum(0).view(count, size).sum(1)
+        left[at] = torch.inf
     return torch.cat([part.flip(0) for part in reversed(found)])
 
 

@@ -2,8 +2,8 @@
 
 (Frantar et al., 2022; ``feedback.py`` has the formula.) The Hessian is damped, and its blocks put in the order of what
 is left of their energy once the later ones make up for them (``curvature.py``). Scales are chosen by what rounding the
-whole block in sequence costs, several ways at once (``scale_paths.py``). At the end some passes of descent
-(``refine.py``) let the weights that were rounded first see what became of the others.
+whole block in sequence costs, several ways at once (``scale_paths.py``). At the end a search for better codes and some
+passes of descent (``refine.py``) let the weights that were rounded first see what became of the others.
 """
 
 from __future__ import annotations
@@ -24,23 +24,26 @@ from .weight import E4M3, blocks_of
 @dataclasses.dataclass(frozen=True)
 class Options:
     """``candidates``: E4M3 numbers below and above the scale that makes the block's largest weight 6; ``paths``: ways
-    to choose scales that are followed at once, 1 is the fastest; ``passes`` of descent."""
+    to choose scales that are followed at once, 1 is the fastest; ``passes`` of descent; ``steps`` of the search for
+    codes, of each row, before the first pass and after each."""
 
     damping: float = 0.01
     order: str = "pivot"
     candidates: tuple[int, int] = (2, 6)
-    paths: int = 32
-    passes: int = 5
+    paths: int = 128
+    passes: int = 1
+    steps: int = 2000
 
     def __post_init__(self) -> None:
         if self.order not in ORDERS:
             raise ValueError(f"gptq: order={self.order!r} is unknown; expected one of: {', '.join(ORDERS)}")
         if not 0 < self.damping < float("inf"):
             raise ValueError(f"gptq: damping expects a finite number above 0, got {self.damping!r}")
-        if self.paths < 1 or self.passes < 0 or min(self.candidates) < 0:
+        if self.paths < 1 or min(self.passes, self.steps, *self.candidates) < 0:
             raise ValueError(
-                "gptq: expected paths of 1 or more, passes of 0 or more and candidates (below, above) of 0 or more, "
-                f"got paths={self.paths!r}, passes={self.passes!r}, candidates={self.candidates!r}"
+                "gptq: expected paths of 1 or more, passes and steps of 0 or more and candidates (below, above) of 0 "
+                f"or more, got paths={self.paths!r}, passes={self.passes!r}, steps={self.steps!r}, "
+                f"candidates={self.candidates!r}"
             )
 
 
@@ -69,7 +72,8 @@ def quantize(
     kept_zero = kept_zero.t().contiguous()
     values = round_blocks(weights, torch.where(kept_zero, TO_ZERO, scales), factor)
     if options.passes:
-        values, scales = refine(weights, values, scales, kept_zero, curvature, options.passes, options.candidates)
+        chosen = options.passes, options.steps, options.candidates
+        values, scales = refine(weights, values, scales, kept_zero, curvature, *chosen)
     codes = torch.empty(rows, count * size, dtype=torch.uint8, device=w.device)
     codes[:, order] = e2m1.codes_of(values).t()
     block_scales = torch.empty(rows, count, dtype=E4M3, device=w.device)

@@ -39,8 +39,8 @@ def quantize_nvfp4(
 
     ``hessian``: [K, K], ``mean(x x^T)`` over the layer's inputs, for the methods that weigh errors by it.
     ``global_scale``: instead of the matrix's own, where layers share one. ``name`` is the layer's, for errors.
-    ``options`` are those of the method: ``damping``, ``order``, ``candidates``, ``paths``, ``passes`` of gptq;
-    ``rounds``, ``rho``, ``last_rho``, ``sweep_every`` of admm.
+    ``options`` are those of the method: ``damping``, ``order``, ``candidates``, ``paths``, ``passes``, ``steps`` of
+    gptq; ``rounds``, ``rho``, ``last_rho``, ``sweep_every`` of admm.
     """
     check_method(method, hessian is not None, name)
     _check_weight(w, block_size, name)

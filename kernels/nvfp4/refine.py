@@ -1,11 +1,11 @@
-"""Descent from a rounded matrix: some blocks, or one weight, take what is best given all others.
+"""Descent from a rounded matrix: some blocks take what is best given all others, or all codes are searched anew.
 
     minimise (q - w)^T H (q - w)
     a window:   t = q_b - H_bb^-1 (H (q - w))_b        what a few blocks would be if they could be anything;
                 t is rounded as by GPTQ with H_bb, scales and codes, and taken by the rows in which that is better
-    a weight:   q_j <- nearest( q_j - (H (q - w))_j / H_jj )
+    codes:      ``code_search.py``, under the scales there are
 
-No step raises the error, so what comes out is never worse than what went in, under the H that is given. Windows are
+Rows take what is better, so what comes out is never worse than what went in, under the H that is given. Windows are
 drawn anew for every pass, from a fixed seed.
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import e2m1
+from .code_search import search_codes
 from .curvature import inverse_factor
 from .feedback import TO_ZERO, round_blocks
 from .scale_paths import best_scales
@@ -31,17 +31,18 @@ def refine(
     kept_zero: Tensor,
     hessian: Tensor,
     passes: int,
+    steps: int,
     candidates: tuple[int, int],
 ) -> tuple[Tensor, Tensor]:
     """weights: [K, N], columns of the matrix as rows, and their values by their scales; scales: [K/B, N]; kept_zero:
     bool [K/B, N], blocks that stay zeros; hessian: [K, K], positive definite -> values by their scales, scales."""
     descent = _Descent(weights, values, scales, kept_zero, hessian)
     generator = torch.Generator().manual_seed(0)
-    descent.take_best_codes()
+    descent.search(steps)
     for _ in range(passes):
         for window in torch.randperm(len(scales), generator=generator).split(BLOCKS):
             descent.solve(window.sort().values.to(weights.device), candidates)
-        descent.take_best_codes()
+        descent.search(steps)
     return descent.values / descent.scales.repeat_interleave(descent.size, 0), descent.scales
 
 
@@ -50,7 +51,7 @@ class _Descent:
         self.scales, self.kept_zero, self.hessian = scales.clone(), kept_zero, hessian
         self.size = len(weights) // len(scales)
         self.values = self._scaled(values, scales)
-        self.gradient = hessian @ (self.values - weights)
+        self.weights, self.gradient = weights, hessian @ (self.values - weights)
 
     def _scaled(self, values: Tensor, scales: Tensor) -> Tensor:
         return (values.view(len(scales), self.size, -1) * scales.unsqueeze(1)).view(values.shape)
@@ -69,18 +70,18 @@ class _Descent:
         self.scales[blocks] = torch.where(better, scales, self.scales[blocks])
         self.gradient.addmm_(self.hessian[:, here], torch.where(better, proposed - before, 0.0))
 
-    def take_best_codes(self) -> None:
-        """One weight of each row after the other, under the scales there are."""
-        for block, scale in enumerate(torch.where(self.kept_zero, TO_ZERO, self.scales)):
-            here = slice(block * self.size, (block + 1) * self.size)
-            within, values, gradient = self.hessian[here, here], self.values[here], self.gradient[here].clone()
-            inverse, step, change = scale.reciprocal(), torch.empty_like(scale), torch.empty_like(values)
-            for j, curvature in enumerate(within.diagonal().tolist()):
-                wanted = torch.sub(values[j], gradient[j], alpha=1.0 / curvature).mul_(inverse)
-                torch.sub(e2m1.round_(wanted, step).mul_(scale), values[j], out=change[j])
-                gradient[j + 1 :].addmm_(within[j + 1 :, j : j + 1], change[j : j + 1])
-            values += change
-            self.gradient.addmm_(self.hessian[:, here], change)
+    def search(self, steps: int) -> None:
+        """Choose all codes anew, under the scales there are."""
+        every = self.scales.repeat_interleave(self.size, 0)
+        scales = torch.where(self.kept_zero, 0.0, self.scales).t()
+        found = search_codes((self.values / every).t(), scales, self.gradient.t(), self.hessian, steps)
+        change = found.t() * every - self.values
+        # By the gradient there is now: what the search has added up is a little wrong by its end.
+        won = -((2.0 * self.gradient).addmm_(self.hessian, change) * change).sum(0)
+        better = won > MARGIN * ((self.values - self.weights) * self.gradient).sum(0)
+        change = torch.where(better, change, 0.0)
+        self.values += change
+        self.gradient.addmm_(self.hessian, change)
 
 
 def _quadratic(e: Tensor, hessian: Tensor) -> Tensor:

@@ -10,9 +10,13 @@ that is cheapest over all blocks. One path is the greedy choice, block by block.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 from tqdm import tqdm
+
+from fp8_compile.kernels.cpu import nvfp4_search
 
 from .feedback import TO_ZERO, Rounding
 from .scale_search import FIRST, LAST
@@ -20,6 +24,7 @@ from .weight import E4M3, SMALLEST_SCALE, block_scale_of, chunks
 
 JOINED = 4  # blocks between updates of all later columns
 WIDTH = 1 << 16  # ways to round a block that are computed at once
+ROWS = 256  # that the C++ search takes between two looks at the progress bar
 REMEMBERED = 512  # weights to come that are kept for each of them: 128 MB in all
 
 
@@ -34,17 +39,20 @@ def best_scales(
 ) -> Tensor:
     """weights: FP32 [N, K] in units of the global scale, columns in the order of rounding; kept_zero: bool [N, K/B],
     blocks that stay zeros; factor: U, [K, K] -> FP32 [N, K/B], numbers of E4M3."""
+    kernels = nvfp4_search.search_library() if weights.device.type == "cpu" else None
     rows, columns = weights.shape
+    search = reference if kernels is None else functools.partial(nvfp4_search.scale_paths, kernels)
     found = weights.new_empty(rows, columns // size)
-    parts = chunks(rows, paths * max(sum(candidates) + 1, columns // REMEMBERED), WIDTH)
-    for part in tqdm(parts, desc="gptq", disable=not progress, leave=False):
-        found[part] = _best_scales(weights[part], kept_zero[part], factor, size, paths, candidates)
+    width = paths * max(sum(candidates) + 1, columns // REMEMBERED) if kernels is None else WIDTH // ROWS
+    for part in tqdm(chunks(rows, width, WIDTH), desc="gptq", disable=not progress, leave=False):
+        found[part] = search(weights[part], kept_zero[part], factor, size, paths, candidates)
     return found
 
 
-def _best_scales(
+def reference(
     weights: Tensor, kept_zero: Tensor, factor: Tensor, size: int, paths: int, candidates: tuple[int, int]
 ) -> Tensor:
+    """In PyTorch, all rows in step: what ``kernels/cpu/nvfp4_paths.cpp`` does row by row."""
     rows, columns = weights.shape
     count = columns // size
     rest = weights.unsqueeze(0)  # [paths, N, columns to come]

@@ -26,11 +26,11 @@ def test_errors_of_a_real_layer_fall_from_method_to_method(model: torch.nn.Modul
         nvfp4_quality.moments(model, texts, padded=True)[0][name]
         for texts in (minilm.calibration_texts(64), minilm.measured_texts(16))
     )
-    errors = nvfp4_quality.layer_errors(model.get_submodule(name).weight.detach(), seen, unseen)
+    (errors,) = nvfp4_quality.layer_errors(model.get_submodule(name).weight.detach(), seen, unseen)
     ratios = {method: error / errors["rtn"] for method, error in errors.items()}
     assert 0.05 < errors["rtn"] < 0.12, errors
-    assert ratios["four_over_six"] < 0.95 and ratios["sweep"] < 0.88 and ratios["hessian"] < 0.73, ratios
-    assert ratios["admm"] < 0.57 and ratios["gptq"] < 0.44, ratios  # 0.52 and 0.38 on thirty times the text
+    assert ratios["four_over_six"] < 0.95 and ratios["sweep"] < 0.88 and ratios["hessian"] < 0.6, ratios
+    assert ratios["admm"] < 0.55 and ratios["gptq"] < 0.42, ratios
 
 
 def test_embeddings_of_a_packed_model_stay_close_and_closer_with_calibration(model: torch.nn.Module) -> None:

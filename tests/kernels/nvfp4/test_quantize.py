@@ -11,9 +11,9 @@ from fp8_compile import quantize_nvfp4
 from fp8_compile.kernels.gpu import nvfp4_pack
 from fp8_compile.kernels.nvfp4 import e2m1, scale_search, sweep
 from fp8_compile.kernels.nvfp4.curvature import damped
-from fp8_compile.kernels.nvfp4.hessian import roots_of
+from fp8_compile.kernels.nvfp4.hessian import own_scales, roots_of
 from fp8_compile.kernels.nvfp4.quantize import METHODS, NEED_HESSIAN
-from fp8_compile.kernels.nvfp4.weight import SCALE_CODES, block_scale_of, blocks_of
+from fp8_compile.kernels.nvfp4.weight import SCALE_CODES, NVFP4Weight, block_scale_of, blocks_of, encode
 
 each_method = pytest.mark.parametrize("method", METHODS)
 SCALES = torch.tensor(SCALE_CODES, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
@@ -77,11 +77,13 @@ def test_sweep_finds_the_best_of_all_126_scales(seed: int, exponent: int, tail: 
     assert (error <= every.amin(0) * (1 + 1e-4) + 1e-9).all()
 
 
-def test_the_hessian_sweep_finds_the_best_scale_for_its_own_error() -> None:
+def test_the_hessian_sweep_starts_from_the_best_scale_of_each_block_by_itself() -> None:
     """The bounds of the search hold for it: no candidate that it leaves out is better."""
     w, x = torch.randn(24, 64), inputs(64)
     h = x.t() @ x / len(x)
-    ours = quantize_nvfp4(w, "hessian", h)
+    global_scale = quantize_nvfp4(w, "sweep").global_scale
+    scales = own_scales(blocks_of(w, 16), global_scale, h)
+    ours = NVFP4Weight(encode(blocks_of(w, 16), scales, global_scale), scales, global_scale, 64)
     roots, least = roots_of(h, 4)
     for block in range(4):
         part = slice(16 * block, 16 * block + 16)
@@ -98,6 +100,29 @@ def _quadratic(e: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
     return ((e @ h) * e).sum(1)
 
 
+@pytest.mark.parametrize("size", [16, 32])
+def test_no_scale_is_better_than_the_one_that_the_hessian_sweep_gives_a_block_beside_the_others(size: int) -> None:
+    """Against all 126 scales of every block, the others as they are, in FP64; and against each block by itself."""
+    w, x = torch.randn(24, 96), inputs(96)
+    w[3, size : 2 * size] = 0
+    h = x.t() @ x / len(x)
+    ours = quantize_nvfp4(w, "hessian", h, block_size=size)
+    target, wide = (w / ours.global_scale).double(), h.double()
+    error = ours.dequantize().double() / ours.global_scale - target
+    got = _quadratic(error, wide)
+    for block in range(96 // size):
+        part = slice(size * block, size * block + size)
+        for s in SCALES.double():
+            other = error.clone()
+            other[:, part] = e2m1.rounded((target[:, part] / s).float()).double() * s - target[:, part]
+            assert (got <= _quadratic(other, wide) * (1 + 1e-4)).all()
+    blocks = blocks_of(w, size)
+    alone = own_scales(blocks, ours.global_scale, h)
+    alone = NVFP4Weight(encode(blocks, alone, ours.global_scale), alone, ours.global_scale, 96).dequantize()
+    before = _quadratic(alone.double() / ours.global_scale - target, wide)
+    assert (got <= before * (1 + 1e-4)).all() and got.sum() < 0.9 * before.sum()
+
+
 def test_better_methods_have_smaller_errors_on_tokens_they_have_not_seen() -> None:
     w, x = torch.randn(48, 128) * 0.05, inputs(128, 4096)
     seen, unseen = x[:3072], x[3072:]
@@ -108,8 +133,8 @@ def test_better_methods_have_smaller_errors_on_tokens_they_have_not_seen() -> No
     assert errors["four_over_six"] < 0.97 * errors["rtn"]
     assert errors["sweep"] < 0.9 * errors["rtn"]
     assert errors["hessian"] < errors["sweep"]
-    assert errors["admm"] < 0.97 * errors["hessian"]
-    assert errors["gptq"] < 0.92 * errors["hessian"]
+    assert errors["admm"] < 0.99 * errors["hessian"]
+    assert errors["gptq"] < 0.95 * errors["admm"]
 
 
 def test_gptqs_choices_pay() -> None:
@@ -212,9 +237,10 @@ def test_a_power_of_two_changes_the_global_scale_alone_until_fp32_ends(method: s
     tiny = quantize_nvfp4(w * 2.0**-130, method, h)
     assert float(tiny.global_scale) == 2.0**-126 and 1 / (2.0**-126 * float(tiny.block_scales.float().min())) > 2.0**128
     ordinary = quantize_nvfp4(w * 2.0**-10, method, h, global_scale=torch.tensor(2.0**-6))
-    assert torch.equal(tiny.block_scales.float(), ordinary.block_scales.float())
     errors = [(q.dequantize().double() * 2.0**e - w).norm() for q, e in ((tiny, 130), (ordinary, 10))]
-    torch.testing.assert_close(*errors, rtol=1e-3, atol=0)  # ties may fall otherwise
+    torch.testing.assert_close(*errors, rtol=3e-2 if method == "admm" else 1e-3, atol=0)  # ties may fall otherwise
+    if method != "admm":  # whose scales follow from its codes
+        assert torch.equal(tiny.block_scales.float(), ordinary.block_scales.float())
 
 
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])

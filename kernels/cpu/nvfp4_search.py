@@ -1,0 +1,76 @@
+"""The searches of GPTQ in C++, compiled on first use: scales of blocks by several ways, codes by tabu search.
+
+A library of their own: who multiplies need not compile what quantizes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import pathlib
+
+import torch
+from torch import Tensor
+
+from .isa import Isa
+from .library import FLAGS, compiled_objects, get_cpp_compiler, kept, run_compiler, source_texts, working_isa
+
+SOURCES = {"nvfp4_paths.cpp": ("-ffp-contract=fast",), "nvfp4_codes.cpp": ("-ffp-contract=fast",)}
+
+
+@functools.cache
+def search_library() -> ctypes.CDLL | None:
+    """For this CPU; None where there is no compiler, of which ``library()`` warns."""
+    isa = working_isa()
+    return None if isa is None else load(get_cpp_compiler(), isa)
+
+
+def load(compiler: str, isa: Isa) -> ctypes.CDLL:
+    key = repr((source_texts(), FLAGS, SOURCES, isa.flags, compiler))
+    build = functools.partial(_compile, compiler, isa)
+    loaded = ctypes.CDLL(str(kept(f"searches_{isa.name}", ".so", key, build)))
+    pointer, integer, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
+    loaded.nvfp4_scale_paths.argtypes = (*(pointer,) * 3, size, size, integer, size, integer, integer, pointer, integer)
+    loaded.nvfp4_code_search.argtypes = (*(pointer,) * 4, size, size, size, size, size, integer)
+    loaded.nvfp4_scale_paths.restype = loaded.nvfp4_code_search.restype = None
+    return loaded
+
+
+def _compile(compiler: str, isa: Isa, folder: pathlib.Path) -> pathlib.Path:
+    objects = compiled_objects([compiler, *FLAGS, *isa.flags], SOURCES, folder)
+    run_compiler([[compiler, "-shared", "-fopenmp", *objects, "-o", str(folder / "searches.so")]])
+    return folder / "searches.so"
+
+
+def scale_paths(
+    kernels: ctypes.CDLL,
+    weights: Tensor,
+    kept_zero: Tensor,
+    factor: Tensor,
+    size: int,
+    paths: int,
+    candidates: tuple[int, int],
+) -> Tensor:
+    """weights: FP32 [N, K], kept_zero: bool [N, K/B], factor: FP32 [K, K] -> FP32 [N, K/B]; B is 16 or 32."""
+    weights, kept_zero, factor = weights.contiguous(), kept_zero.contiguous(), factor.contiguous()
+    found = weights.new_empty(kept_zero.shape)
+    kernels.nvfp4_scale_paths(
+        *(weights.data_ptr(), kept_zero.data_ptr(), factor.data_ptr(), *weights.shape, size, paths, *candidates),
+        *(found.data_ptr(), torch.get_num_threads()),
+    )
+    return found
+
+
+def code_search(
+    kernels: ctypes.CDLL, levels: Tensor, scales: Tensor, gradient: Tensor, hessian: Tensor, steps: int, tenure: int
+) -> Tensor:
+    """levels: int8 [N, K], scales: FP32 [N, K/B], 0 where a block stays as it is; gradient: FP32 [N, K], hessian: FP32
+    [K, K] -> levels."""
+    levels, gradient = (one.clone(memory_format=torch.contiguous_format) for one in (levels, gradient))
+    scales, hessian = scales.contiguous(), hessian.contiguous()
+    rows, columns = levels.shape
+    kernels.nvfp4_code_search(
+        *(levels.data_ptr(), scales.data_ptr(), gradient.data_ptr(), hessian.data_ptr(), rows, columns),
+        *(columns // scales.shape[1], steps, tenure, torch.get_num_threads()),
+    )
+    return levels
