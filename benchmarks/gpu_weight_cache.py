@@ -6,7 +6,8 @@ bf16        Inductor, the peer
 delayed     weights quantized in every forward
 cached      read from the cache, as in every micro-batch but the first after an optimizer step
 
-The first micro-batch has the refresh in addition, one launch: each weight is read once and written in both layouts.
+The first micro-batch has the refresh in addition, one launch: each weight is read once and written in both layouts, or
+in one where the GPU reads any.
 Counted in the generated code, as in ``gpu_code.py``.
 """
 
@@ -21,8 +22,7 @@ from gpu_code import BLOCKS, lower
 from torch import nn
 
 from fp8_compile.state_handling import handle
-
-COPIES = 4  # bytes a weight: bf16 read, FP8 written twice
+from fp8_compile.target import Target
 
 
 def with_cache(model: nn.Module) -> nn.Module:
@@ -40,11 +40,13 @@ def variants(capability: int) -> dict[str, dict[str, Any]]:
     }
 
 
-def refresh_megabytes(block: str) -> float:
+def refresh_megabytes(block: str, capability: int = 90) -> float:
+    """bf16 read, FP8 written once or twice."""
+    moved = 2 + (1 if Target.parse(f"cuda:{capability}").reads_any_layout else 2)
     with torch.device("meta"):
         model = BLOCKS[block][0]()
     weights = [parameter for parameter in model.parameters() if parameter.dim() == 2]
-    return sum(weight.numel() for weight in weights) * COPIES / 1e6
+    return sum(weight.numel() for weight in weights) * moved / 1e6
 
 
 def rows(capability: int, blocks: list[str]) -> Iterator[tuple[str, str, int, int, float, float]]:
@@ -52,7 +54,7 @@ def rows(capability: int, blocks: list[str]) -> Iterator[tuple[str, str, int, in
         for block in blocks:
             for name, how in variants(capability).items():
                 step = lower(gpu, block, **how)
-                refresh = refresh_megabytes(block) if "convert" in how else 0.0
+                refresh = refresh_megabytes(block, capability) if "convert" in how else 0.0
                 yield block, name, step.triton_kernels, step.gemms, step.bytes_outside_gemms / 1e6, refresh
 
 

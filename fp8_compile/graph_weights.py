@@ -29,7 +29,7 @@ class GraphWeights:
     def __init__(self, cache: WeightCache, pool: GraphPool, candidates: dict[int, Tensor], rules: Rules) -> None:
         """``candidates``: argument of the graph -> parameter."""
         self.cache, self.pool, self.candidates = cache, pool, candidates
-        self.both_layouts = rules.needs_k_contiguous
+        self.both_layouts = rules.needs_k_contiguous and not rules.reads_any_layout
         self.entries = {
             argument: cache.entry(weight, rules.forward.dtype, transposed=self.both_layouts)
             for argument, weight in candidates.items()

@@ -1,6 +1,7 @@
 """FP8 copies of a model's weights, made once an optimizer step and read by every forward and backward until the next.
 
-    copy: q = fp8(w * quant_scale), and on GPU targets its transpose; quant_scale from the history of the weight's slot
+    copy: q = fp8(w * quant_scale), and its transpose for GPUs that want K contiguous; quant_scale from the history of
+          the weight's slot
 
 A copy is as new as its weight: before a forward reads it, the weight's identity, address and version counter are
 compared with those it was made from, and all weights of the model that changed are quantized in one launch. What
@@ -180,7 +181,7 @@ class WeightCache:
         matrices = []
         for entry, weight in stale.items():
             place = entry.place
-            assert place is not None and entry.transposed is not None
+            assert place is not None
             scale, amax = self.known[place.page][QUANT, place.row], self.state.pages[place.page].amaxes[place.row]
             x = local(weight).detach()
             matrices.append(Matrix(x, entry.codes, entry.transposed, scale, amax, entry.via))

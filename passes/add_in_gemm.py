@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import fx
 
-from fp8_compile.kernels.gpu.cublaslt_mm import cublaslt_mm_op
-
-from .emit import GEMM, emit, value
+from .emit import emit, value
 from .find_matmuls import root_of
+from .fp8_gemm import fp8_gemm
 from .graph_pass import GraphPass, PassReport
 
 aten = torch.ops.aten
@@ -46,7 +47,8 @@ class AddInGemm(GraphPass):
         gemm = chain[-1]
         with graph.inserting_before(add):
             flat = emit(graph, aten.view.default, added, [-1, value(gemm).shape[1]], like=gemm)
-            result = emit_cublaslt_mm(graph, gemm, added=flat)
+            asked = dataclasses.replace(fp8_gemm(gemm), added=flat)  # type: ignore[type-var]
+            result = asked.emit(graph, like=gemm, by_cublaslt=True)
             for view in reversed(chain[:-1]):
                 result = emit(graph, aten.view.default, result, *view.args[1:], like=view)
         add.replace_all_uses_with(result)
@@ -54,31 +56,23 @@ class AddInGemm(GraphPass):
             graph.erase_node(node)
 
 
-def emit_cublaslt_mm(graph: fx.Graph, gemm: fx.Node, *, added: fx.Node | None) -> fx.Node:
-    """An FP8 gemm as cuBLASLt computes it: a ``_scaled_mm`` and what is added to it."""
-    options = {"out_dtype": value(gemm).dtype, "fast_accumulation": gemm.kwargs.get("use_fast_accum", False)}
-    arguments = (*gemm.args[:4], added, gemm.kwargs.get("bias"))
-    return emit(graph, cublaslt_mm_op, *arguments, like=gemm, tags={"fp8_kind": GEMM}, **options)
-
-
 def _gemm_behind(node: fx.Node) -> list[fx.Node]:
-    """The views between an addition and an FP8 gemm, and the gemm; nothing where another one reads any of them."""
+    """The views between an addition and an FP8 gemm that adds nothing yet, and the gemm; nothing where another one
+    reads any of them."""
     chain = [node]
     while chain[-1].op == "call_function" and chain[-1].target in VIEWS:
         chain.append(chain[-1].args[0])  # type: ignore[arg-type]
-    gemm = chain[-1]
-    ours = gemm.op == "call_function" and gemm.target is aten._scaled_mm.default and gemm.meta.get("fp8_kind") == GEMM
-    return chain if ours and all(len(one.users) == 1 for one in chain) else []
+    gemm = fp8_gemm(chain[-1])
+    free = gemm is not None and gemm.one_scale_each and gemm.added is None
+    return chain if free and all(len(one.users) == 1 for one in chain) else []
 
 
 def _can_add(add: fx.Node, chain: list[fx.Node], added: fx.Node) -> bool:
-    gemm = chain[-1]
     result, other = value(chain[0]), value(added)
     same = isinstance(other, torch.Tensor) and other.shape == result.shape == value(add).shape
     if not same or not other.dtype == result.dtype == value(add).dtype or not other.is_contiguous():
         return False
-    whole = all(value(scale).numel() == 1 for scale in gemm.args[2:4])  # type: ignore[arg-type]
-    return whole and gemm.kwargs.get("scale_result") is None and _is_in_memory(added)
+    return _is_in_memory(added)
 
 
 def _is_in_memory(node: fx.Node) -> bool:

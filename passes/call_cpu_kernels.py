@@ -14,7 +14,7 @@ from fp8_compile.kernels.quantize import is_tiled
 from .emit import emit, getitem, value
 from .graph_pass import GraphPass, PassReport
 from .lower_quantizes import CAST, SCALES, source_of_scale
-from .lower_scaled_mm_cpu import forget_copies
+from .read_again import forget_copies
 
 aten = torch.ops.aten
 
@@ -24,7 +24,7 @@ class CallCpuKernels(GraphPass):
 
     Before:  amax = clamp_min(amax(abs(x)), 1e-12);  s = reciprocal(amax) * 448;  d = reciprocal(s) + amax * 0
              q: fp8 = convert_element_type(clamp(x * s, -448, 448), fp8)
-             dw = fp8_compile.scaled_mm(view(view(permute(g), uint8) | 0, fp8), view(view(q, uint8) | 0, fp8), ...)
+             dw = fp8_compile.scaled_mm(view(view(permute(g), int8) | 0, fp8), view(view(q, int8) | 0, fp8), ...)
     After:   s, d = fp8_compile.scales(x)
              q: fp8 = fp8_compile.cast(x, s)
              dw = fp8_compile.scaled_mm(permute(g), q, ...)

@@ -124,6 +124,8 @@ class DelayScales(GraphPass):
                 q = inline(graph, cast_stochastic, x, quant_scale, dtype, like=node)
             else:
                 q = inline(graph, cast_delayed, x, quant_scale, dtype, like=node, tags={"fp8_kind": CAST, **marks})
+            if node.meta.get("fp8_saved"):
+                q.meta["recompute"] = CheckpointPolicy.MUST_SAVE
             counted = None
             if self.stats:
                 counted = inline(graph, count, x, q, quant_scale, dequant_scale, page.largest, like=node)

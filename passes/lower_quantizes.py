@@ -50,6 +50,8 @@ class LowerQuantizes(GraphPass):
                 else:
                     tags = {"fp8_kind": CAST, **arguments}
                     q = inline(graph, cast, x, quant_scale, dtype, block, like=node, tags=tags)
+            if node.meta.get("fp8_saved"):
+                q.meta["recompute"] = CheckpointPolicy.MUST_SAVE
             results = (q, dequant_scale)
             for user in list(node.users):
                 assert user.target is operator.getitem, user.format_node()

@@ -7,12 +7,11 @@ from torch import fx
 
 from fp8_compile.kernels.cpu.scaled_mm import scaled_mm_op
 
-from .emit import GEMM, NEVER_SAVED, emit, inline
+from .emit import GEMM, emit
 from .graph_pass import GraphPass, PassReport
+from .read_again import read_again
 
 aten = torch.ops.aten
-
-READ_AGAIN = "read again"  # meta["fp8_kind"] of copies that stand for a reading in backward, until the graph is split
 
 
 class LowerScaledMmForCpu(GraphPass):
@@ -20,13 +19,10 @@ class LowerScaledMmForCpu(GraphPass):
 
     Before:  y: bf16[M, N] = _scaled_mm(qa, qb, sa, sb, bias, out_dtype=bf16)
     After:   y: bf16[M, N] = fp8_compile.scaled_mm(qa, qb, sa, sb, bias, bf16)
-    Backward:                fp8_compile.scaled_mm(view(view(qa, uint8) | 0, float8_e4m3fn), ...)
+    Backward:                fp8_compile.scaled_mm(view(view(qa, int8) | 0, float8_e4m3fn), ...)
 
-    It takes either operand in either layout, and scales of tensors, rows and tiles.
-
-    The partitioner would save whatever an op that it does not know reads in backward, even where q can be made again
-    from tensors that are saved anyway: weights, the input of an activation function. A copy that is never saved lets
-    it choose (``| 0``, because Inductor takes a plain copy out too early); ``CallCpuKernels`` drops it afterwards.
+    It takes either operand in either layout, and scales of tensors, rows and tiles. What the copies are for:
+    ``read_again.py``; ``CallCpuKernels`` drops them.
     """
 
     def run(self, graph: fx.Graph) -> PassReport:
@@ -35,7 +31,9 @@ class LowerScaledMmForCpu(GraphPass):
         for node in nodes:
             tags = {"recompute": node.meta["recompute"]} if "recompute" in node.meta else {}
             with graph.inserting_before(node):
-                sides = [_read_again(graph, q, node) if node.meta["fp8_gemm"] != "output" else q for q in node.args[:2]]
+                sides = list(node.args[:2])
+                if node.meta["fp8_gemm"] != "output":
+                    sides = [read_again(graph, q, like=node) for q in sides]  # type: ignore[arg-type]
                 result = emit(
                     graph,
                     scaled_mm_op,
@@ -49,24 +47,3 @@ class LowerScaledMmForCpu(GraphPass):
             node.replace_all_uses_with(result)
             graph.erase_node(node)
         return PassReport(len(nodes), "FP8 gemms lowered for the CPU")
-
-
-def _read_again(graph: fx.Graph, q: fx.Node, like: fx.Node) -> fx.Node:
-    copy: fx.Node = inline(graph, _copy, q, like=like, tags={"fp8_kind": READ_AGAIN, **NEVER_SAVED})
-    return copy
-
-
-def _copy(q: torch.Tensor) -> torch.Tensor:
-    return (q.view(torch.uint8) | 0).view(q.dtype)
-
-
-def forget_copies(graph: fx.Graph) -> int:
-    """Let gemms read what the copies were made of."""
-    for gemm in (gemms := graph.find_nodes(op="call_function", target=scaled_mm_op)):
-        for copy in dict.fromkeys(gemm.args[:2]):
-            q = copy
-            while q.op == "call_function" and q.meta.get("fp8_kind") == READ_AGAIN:
-                q = q.args[0]
-            gemm.replace_input_with(copy, q)
-    graph.eliminate_dead_code()
-    return len(gemms)

@@ -27,7 +27,7 @@ from .lower_quantizes import LowerQuantizes
 from .lower_scaled_mm_cpu import LowerScaledMmForCpu
 from .multiply_packed import MultiplyPacked
 from .pair_quantizes import PairQuantizes
-from .read_any_layout import ReadAnyLayout
+from .read_again import ForgetCopies, ReadAgain
 from .record_amaxes import RecordAmaxes
 from .relayout_bytes import RelayoutBytes
 from .rewrite_matmuls import RewriteMatmuls
@@ -125,6 +125,8 @@ class JointPipeline(Pipeline):
             passes.append(scale_loss)
         if rules.target == "cpu" and not record:
             passes.append(LowerScaledMmForCpu())
+        if rules.reads_any_layout and not record:
+            passes.append(ReadAgain())
         super().__init__(passes, key, observer)
 
     @property
@@ -150,7 +152,7 @@ class SplitPipeline(Pipeline):
         if rules.target.startswith("cuda"):
             on_gpu.append(AddInGemm())
         if rules.reads_any_layout:
-            on_gpu.append(ReadAnyLayout())
+            on_gpu.insert(0, ForgetCopies())
         super().__init__([*(on_cpu if rules.target == "cpu" else on_gpu), UpdateInPlace()], key, observer)
 
     def phase(self, graph: fx.Graph) -> str:

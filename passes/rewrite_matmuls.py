@@ -12,14 +12,17 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from fp8_compile.kernels.quantize import HIGH_PRECISION, WHOLE, quantize_op
 
 from .decide import OperandPlan, Rewrite, Rules, Skip, decide
-from .emit import GEMM, emit, getitem, inline, value
+from .emit import emit, getitem, inline, value
 from .find_matmuls import Matmul, Names, OtherMatmul, Role, find_matmuls, operands_of
+from .fp8_gemm import Fp8Gemm
 from .graph_pass import GraphPass, PassReport
 from .relayout_bytes import emit_relayout, made_pointwise
 from .row import REWRITTEN, SKIPPED, Row, code_line
 from .slot import Slot, state_of
 
 aten, prims = torch.ops.aten, torch.ops.prims
+
+LINE = 16  # bytes that a row must be a multiple of for cuBLASLt to read it across
 
 
 class RewriteMatmuls(GraphPass):
@@ -31,7 +34,9 @@ class RewriteMatmuls(GraphPass):
 
     A transposed operand is quantized as it lies in memory, so that forward and backward quantize one tensor one
     way (``ShareQuantizes`` makes that one quantize); where the target wants the contraction contiguous, the FP8
-    bytes are transposed, not the original. A stack of products becomes one ``_scaled_mm`` a slice.
+    bytes are transposed, not the original. Where it reads any layout, they are not even that:
+             dx: bf16[M, K] = cublaslt_mm(qdy, qw, sdy, sw, None, None, out_dtype=bf16)
+    A stack of products becomes one gemm a slice.
 
     Skips: see ``decide.py``. Every matmul gets a :class:`Row`.
     """
@@ -87,18 +92,12 @@ class _Editor:
         """``[M, K] @ [K, N]`` in the dtype of the original; ``part``: which of a stack of them."""
         q_left, scale_left = self._operand(left, self.plan.left, part, is_left=True)
         q_right, scale_right = self._operand(right, self.plan.right, part, is_left=False)
-        result = self._emit(
-            aten._scaled_mm.default,
-            q_left,
-            q_right,
-            scale_left,
-            scale_right,
-            bias=self.bias,
-            out_dtype=self.written,
-            # FP22 accumulation is enough for activations; gradients are summed exactly, as the peers do.
-            use_fast_accum=self.site.gemm == "output" and self.rules.needs_k_contiguous,
-            tags={"fp8_kind": GEMM, **_policy(self.site.node)},
-        )
+        # FP22 accumulation is enough for activations; gradients are summed exactly, as the peers do.
+        fast = self.site.gemm == "output" and self.rules.needs_k_contiguous
+        gemm = Fp8Gemm(q_left, q_right, scale_left, scale_right, self.bias, self.written, fast)
+        as_they_lie = self._reads_across(left, is_left=True) or self._reads_across(right, is_left=False)
+        node, tags = self.site.node, _policy(self.site.node)
+        result = gemm.emit(self.graph, like=node, by_cublaslt=as_they_lie, tags=tags)
         if self.plan.align_n > 1:
             result = self._inline(_first_columns, result, right)
         if self.written != self.wanted:
@@ -114,14 +113,22 @@ class _Editor:
         block = plan.block if rows_first else plan.block[::-1]
         role = (self.site.left if is_left else self.site.right).role
         slot = Slot(self.site.module, self.site.ordinal, role, part)
-        tags = {"fp8_slot": slot, "fp8_stochastic": role in self.rules.stochastic}
+        across, from_forward = self._reads_across(node, is_left=is_left), self._is_from_forward(base, role)
+        tags = {
+            "fp8_slot": slot,
+            "fp8_stochastic": role in self.rules.stochastic,
+            "fp8_reads_forwards": across and from_forward,
+        }
         both = self._emit(quantize_op, base, plan.format.dtype, list(block), tags=tags)
         q, scale = getitem(self.graph, both, 0), getitem(self.graph, both, 1)
-        if self.rules.needs_k_contiguous:
-            multiples = (1 if is_left else self.plan.align_n, self.plan.align_k)
+        if across:
+            pass  # one scale, and q as it lies
+        elif self.rules.needs_k_contiguous:
+            multiples = self._multiples(is_left)
             scale = self._scale_in_layout(scale, plan, rows_first, is_left, multiples[0])
             if not rows_first or multiples != (1, 1):
-                saved = self._saves_copy(base, role)
+                # With delayed scaling forward can write the copy beside q in one pass over the tensor.
+                saved = from_forward and self.rules.recipe == "delayed"
                 q = emit_relayout(self.graph, q, not rows_first, *multiples, like=self.site.node, saved=saved)
                 rows_first = True
         elif rows_first != is_left:
@@ -130,15 +137,27 @@ class _Editor:
             q = self._emit(aten.permute.default, q, [1, 0])
         return q, scale
 
-    def _saves_copy(self, base: fx.Node, role: Role) -> bool:
-        """Whether forward makes and saves the copy that a backward gemm reads.
+    def _multiples(self, is_left: bool) -> tuple[int, int]:
+        """What an operand's rows (M or N) and its contraction are filled up to."""
+        return 1 if is_left else self.plan.align_n, self.plan.align_k
 
-        With delayed scaling forward can write it beside q in one pass over the tensor. Backward would read the tensor
-        or q once more, unless it has to compute the tensor anyway: the activation before a matmul, whose inputs are
-        saved for its own gradient. A checkpointed layer saves nothing.
+    def _reads_across(self, node: fx.Node, *, is_left: bool) -> bool:
+        """Whether the gemm reads an operand as it lies though its contraction is not contiguous."""
+        base, flipped = untransposed(node)
+        if not self.rules.reads_any_layout or flipped != is_left:
+            return False
+        plan = self.plan.left if is_left else self.plan.right
+        whole = plan.block == (WHOLE, WHOLE) and self._multiples(is_left) == (1, 1)
+        return whole and statically_known_true(value(base).shape[1] % LINE == 0)
+
+    def _is_from_forward(self, base: fx.Node, role: Role) -> bool:
+        """Whether forward makes and saves what a backward gemm reads.
+
+        Backward would read the tensor or q once more, unless it has to compute the tensor anyway: the activation before
+        a matmul, whose inputs are saved for its own gradient. A checkpointed layer saves nothing.
         """
         forward = self.site.forward
-        if self.rules.recipe != "delayed" or forward is None or role is Role.GRAD_OUTPUT:
+        if forward is None or role is Role.GRAD_OUTPUT:
             return False
         return "recompute" not in forward.node.meta and (role is Role.WEIGHT or not made_pointwise(base))
 

@@ -11,8 +11,9 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp8_compile.kernels.overflow import largest_magnitude, raise_overflow_op
 
-from .emit import GEMM, emit, inline, value
+from .emit import emit, inline, value
 from .find_matmuls import Names
+from .fp8_gemm import fp8_gemm
 from .graph_pass import GraphPass, PassReport
 
 aten = torch.ops.aten
@@ -134,9 +135,8 @@ def _gradients(graph: fx.Graph) -> list[tuple[int, GradAOTOutput]]:
 def _gemm_behind(node: fx.Node) -> fx.Node | None:
     """The FP8 gemm that makes a gradient and nothing else, if its scales have a place for one factor more."""
     while node.op == "call_function" and len(node.users) == 1:
-        if node.target is aten._scaled_mm.default and node.meta.get("fp8_kind") == GEMM:
-            one_scale = value(node.args[3]).numel() == 1 and node.kwargs.get("bias") is None  # type: ignore[arg-type]
-            return node if one_scale else None
+        if (gemm := fp8_gemm(node)) is not None:
+            return node if value(gemm.scale_right).numel() == 1 and gemm.bias is None else None
         if node.target not in VIEWS:
             return None
         node = node.args[0]  # type: ignore[assignment]

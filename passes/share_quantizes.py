@@ -34,7 +34,9 @@ class ShareQuantizes(GraphPass):
     Before:  q1, s1 = quantize(view(x));  q2, s2 = quantize(view(x))       q and k projections of one x
     After:   q1, s1 = quantize(view(x))                                    both gemms read q1
 
-    A backward gemm reads the forward's quantized tensor, which is what makes FP8 the thing saved for backward.
+    A backward gemm reads the forward's quantized tensor, which is what makes FP8 the thing saved for backward. Where
+    it reads the very bytes that forward writes (``meta["fp8_reads_forwards"]``), these are to be saved, and what they
+    are made from is not read again (``meta["fp8_saved"]``).
     """
 
     def run(self, graph: fx.Graph) -> PassReport:
@@ -48,6 +50,8 @@ class ShareQuantizes(GraphPass):
             kept = first.setdefault((key, region), node) if region is not None else first.get(key, node)
             first.setdefault(key, node)
             if kept is not node:
+                if node.meta.get("fp8_reads_forwards") and "recompute" not in kept.meta:
+                    kept.meta["fp8_saved"] = True
                 node.replace_all_uses_with(kept)
                 graph.erase_node(node)
                 merged += node.target in QUANTIZES

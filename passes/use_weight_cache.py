@@ -48,10 +48,10 @@ def weight_buffer(index: int, field: str) -> str:
 
 
 class UseWeightCache(GraphPass):
-    """Replace the quantize of a weight, and the copies of it in another layout, by buffers that hold both.
+    """Replace the quantize of a weight, and the copies of it in another layout, by buffers that hold them.
 
     Before:  qw, sw = fp8_compile.quantize(w, float8_e4m3fn, [-1, -1])
-             qw_t = view(clone(permute(view(qw, uint8), [1, 0])), float8_e4m3fn)          GPU targets
+             qw_t = view(clone(permute(view(qw, uint8), [1, 0])), float8_e4m3fn)          where K must be contiguous
     After:   qw = fp8_weight_3_codes;  sw = fp8_weight_0_known[1, row];  qw_t = fp8_weight_3_transposed
 
     Skips: operands that are not a parameter as it is, or rounded by autocast; parameters the cache has no copy of.

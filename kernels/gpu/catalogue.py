@@ -70,10 +70,10 @@ def _quantize_transpose() -> Entry:
     return Entry(kernel, types | SHAPE, constants, quantize_transpose.NUM_WARPS)
 
 
-def _quantize_many() -> Entry:
+def _quantize_many(both: bool) -> Entry:
     types = {"table_ptr": "*i64", "first_tile_ptr": "*i64", "x_like_ptr": "*bf16", "q_like_ptr": "*fp8"}
     blocks = {"BLOCK_R": quantize_transpose.BLOCK_R, "BLOCK_C": quantize_transpose.BLOCK_C}
-    constants = {"STEPS": 8, "VIA": 0, "ALIGNED": True, "LARGEST": 448.0, **blocks}
+    constants = {"STEPS": 8, "VIA": 0, "ALIGNED": True, "BOTH": both, "LARGEST": 448.0, **blocks}
     kernel = quantize_many.quantize_many_kernel
     return Entry(kernel, types | {"matrices": "i32"}, constants, quantize_transpose.NUM_WARPS)
 
@@ -143,7 +143,8 @@ def _update_scales() -> Entry:
 CATALOGUE: dict[str, Callable[[], Entry]] = {
     "quantize_amax": _quantize_amax,
     "quantize_transpose": _quantize_transpose,
-    "quantize_many": _quantize_many,
+    "quantize_many": lambda: _quantize_many(both=True),
+    "quantize_many, one layout": lambda: _quantize_many(both=False),
     "quantize_blocks 1x128": lambda: _quantize_blocks(square=False),
     "quantize_blocks 128x128": lambda: _quantize_blocks(square=True),
     "quantize_blocks 128x128, rows alone": lambda: _quantize_blocks(square=True, along_columns=False),

@@ -28,6 +28,7 @@ from torch._inductor.lowering import (
     register_lowering,
 )
 from torch._inductor.virtualized import V
+from torch.utils.flop_counter import register_flop_formula
 
 from ..scaled_mm import scaled_mm
 from .cublaslt import CublasLt, CublasLtError
@@ -86,7 +87,8 @@ def library_of(device: int) -> CublasLt | None:
     """cuBLASLt on a device, once a small gemm there gave what torch's own gives; a warning says why not."""
     try:
         library = CublasLt(ctypes.CDLL(f"libcublasLt.so.{(torch.version.cuda or '').partition('.')[0]}"))
-        check(library, torch.device("cuda", device))
+        any_layout = torch.cuda.get_device_capability(device)[0] == 10
+        check(library, torch.device("cuda", device), any_layout=any_layout)
         return library
     except (OSError, CublasLtError) as error:
         _warn(f"cuda:{device}", error)
@@ -101,16 +103,20 @@ def _warn(where: str, error: Exception) -> None:
     )
 
 
-def check(library: CublasLt, device: torch.device) -> None:
-    """Compute a small gemm whose numbers are exact in bf16; ``CublasLtError`` if one of them is wrong."""
+def check(library: CublasLt, device: torch.device, *, any_layout: bool = False) -> None:
+    """Compute small gemms whose numbers are exact in bf16, with ``any_layout`` of all four kinds; ``CublasLtError`` if
+    one of them is wrong."""
     numbers = torch.arange(PROBE_SIZE * PROBE_SIZE, device=device).view(PROBE_SIZE, PROBE_SIZE)
     left, right = ((numbers % prime == 0).to(torch.float8_e4m3fn) for prime in (7, 5))
     scales = (torch.tensor(0.5, device=device), torch.tensor(2.0, device=device))
-    given = Operands(left, right.t(), *scales, (numbers % 11).to(torch.bfloat16), None, torch.bfloat16)
-    got, expected = torch.empty(numbers.shape, dtype=torch.bfloat16, device=device), reference(given)
-    by_cublaslt(library, given, got)
-    if not torch.equal(got, expected):
-        raise CublasLtError("the result of a small gemm was wrong")
+    added = (numbers % 11).to(torch.bfloat16)
+    pairs = [(left, right.t()), *([(left, right), (left.t(), right), (left.t(), right.t())] if any_layout else [])]
+    for pair in pairs:
+        given = Operands(*pair, *scales, added, None, torch.bfloat16)
+        got, expected = torch.empty_like(added), reference(given)
+        by_cublaslt(library, given, got)
+        if not torch.equal(got, expected):
+            raise CublasLtError("the result of a small gemm was wrong")
 
 
 def _write(*arguments: Any, out: Tensor, **options: Any) -> Tensor:
@@ -149,6 +155,11 @@ _library.impl("cublaslt_mm.out", _write, "CompositeExplicitAutograd")
 torch.library.register_fake("fp8_compile::cublaslt_mm", _new, lib=_library)
 cublaslt_mm_op = torch.ops.fp8_compile.cublaslt_mm.default
 
+
+@register_flop_formula(torch.ops.fp8_compile.cublaslt_mm)
+def _flops(left: Any, right: Any, *others: Any, out_shape: Any = None, **options: Any) -> int:
+    """The partitioner weighs by it what to compute again; ``left`` and ``right`` are sizes."""
+    return 2 * left[0] * left[1] * right[1]
 
 
 def _in_memory_as_in_the_graph(fx_node, *args, **kwargs):  # type: ignore[no-untyped-def]

@@ -1,14 +1,15 @@
-"""Quantize many matrices by known scales into both layouts and record their amaxes: all of them in one launch.
+"""Quantize many matrices by known scales, into both layouts or one, and record their amaxes: all in one launch.
 
     q    = fp8(clamp(x * quant_scale, -F, F) + 0 * x)      F: the largest value of the format
     q_t  = transpose(q)
     amax = max(amax, max |x|)                              -1 before anything was recorded; NaN wins over Inf
 
 For each matrix: x: [R, C] fp32/bf16/fp16 row-major; quant_scale, amax: one fp32 each; q: [R, C], q_t: [C, R] fp8
-row-major, written in place. ``via``: x is rounded to that dtype first, as autocast does before a matmul.
+row-major, written in place, q_t only where the gemms want it. ``via``: x is rounded to that dtype first, as autocast
+does before a matmul.
 
 One launch for the weights of a model after an optimizer step: a table of addresses says where they lie. Matrices that
-differ in dtype, in ``via``, or in whether they can be moved 16 bytes at a time are a launch each.
+differ in dtype, in ``via``, in layouts, or in whether they can be moved 16 bytes at a time are a launch each.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ class Matrix:
 
     x: Tensor
     q: Tensor
-    q_t: Tensor
+    q_t: Tensor | None
     quant_scale: Tensor  # one element
     amax: Tensor  # one element
     via: torch.dtype | None = None
 
     @property
     def aligned(self) -> bool:
-        addresses = (tensor.data_ptr() for tensor in (self.x, self.q, self.q_t))
+        addresses = (_address(tensor) for tensor in (self.x, self.q, self.q_t))
         return all(number % ALIGNMENT == 0 for number in (*addresses, *self.x.shape))
 
 
@@ -57,6 +58,7 @@ def quantize_many_kernel(
     STEPS: tl.constexpr,
     VIA: tl.constexpr,  # 0: quantized as it is; 1: rounded to bf16 before, 2: to fp16
     ALIGNED: tl.constexpr,
+    BOTH: tl.constexpr,  # layouts
     LARGEST: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -92,8 +94,9 @@ def quantize_many_kernel(
     # Through an integer view: Triton may miscompile transposed FP8 stores; see quantize_transpose.py.
     codes = q.to(tl.uint8, bitcast=True)
     tl.store(q_bytes + (r[:, None] * cols + c[None, :]), codes, mask=inside)
-    inside_t = (c < cols)[:, None] & (r < rows)[None, :]
-    tl.store(q_t_bytes + (c[:, None] * rows + r[None, :]), tl.trans(codes), mask=inside_t)
+    if BOTH:
+        inside_t = (c < cols)[:, None] & (r < rows)[None, :]
+        tl.store(q_t_bytes + (c[:, None] * rows + r[None, :]), tl.trans(codes), mask=inside_t)
 
 
 class QuantizeMany:
@@ -104,7 +107,7 @@ class QuantizeMany:
             _check(one)
         kinds: dict[Any, list[Matrix]] = {}
         for one in matrices:
-            kinds.setdefault((one.x.dtype, one.q.dtype, one.via, one.aligned), []).append(one)
+            kinds.setdefault((one.x.dtype, one.q.dtype, one.via, one.aligned, one.q_t is None), []).append(one)
         self.launches = [_Launch(group) for group in kinds.values()]
         self.addresses = addresses(matrices)
 
@@ -129,6 +132,7 @@ class _Launch:
             "STEPS": (len(matrices) - 1).bit_length(),
             "VIA": VIA[first.via],
             "ALIGNED": first.aligned,
+            "BOTH": first.q_t is not None,
             "LARGEST": format_of(first.q.dtype).max,
             "BLOCK_R": BLOCK_R,
             "BLOCK_C": BLOCK_C,
@@ -142,9 +146,11 @@ class _Launch:
 
 def addresses(matrices: Sequence[Matrix]) -> list[tuple[int, ...]]:
     """Where the tensors lie: a table made for other addresses must not be used."""
-    return [
-        tuple(tensor.data_ptr() for tensor in (one.x, one.q, one.q_t, one.quant_scale, one.amax)) for one in matrices
-    ]
+    return [tuple(map(_address, (one.x, one.q, one.q_t, one.quant_scale, one.amax))) for one in matrices]
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def reference(matrix: Matrix) -> tuple[Tensor, Tensor, Tensor]:
@@ -156,8 +162,8 @@ def reference(matrix: Matrix) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _check(matrix: Matrix) -> None:
-    shapes = (matrix.q.shape, matrix.q_t.t().shape)
-    tensors = (matrix.x, matrix.q, matrix.q_t)
+    tensors = [matrix.x, matrix.q, *([] if matrix.q_t is None else [matrix.q_t])]
+    shapes = [matrix.q.shape, *(turned.t().shape for turned in tensors[2:])]
     if any(shape != matrix.x.shape for shape in shapes) or not all(tensor.is_contiguous() for tensor in tensors):
         found = ", ".join(f"{tuple(tensor.shape)} with strides {tensor.stride()}" for tensor in tensors)
         raise ValueError(f"quantize_many expects contiguous x [R, C], q [R, C] and q_t [C, R], got {found}")

@@ -48,6 +48,12 @@ def test_only_hopper_and_the_cpu_have_blockwise_gemms() -> None:
     assert all({"tensorwise", "rowwise"} <= Target.parse(name).recipes for name in names)
 
 
+def test_only_data_centre_blackwells_read_any_layout() -> None:
+    """cuBLASLt wants K contiguous on Ada, Hopper and the Blackwells of workstations (12.x)."""
+    names = ("cuda:89", "cuda:90", "cuda:100", "cuda:103", "cuda:120", "hip:gfx950", "cpu")
+    assert [name for name in names if Target.parse(name).reads_any_layout] == ["cuda:100", "cuda:103"]
+
+
 def test_mi300_has_formats_of_its_own() -> None:
     assert Target.parse("hip:gfx942").format("e4m3").dtype == torch.float8_e4m3fnuz
     assert Target.parse("hip:gfx942").format("e5m2").dtype == torch.float8_e5m2fnuz

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 TARGETS = pytest.mark.parametrize("target", ["cpu", "cuda:90"])
+AND_ANY_LAYOUT = pytest.mark.parametrize("target", ["cpu", "cuda:90", "cuda:100"])
 BF16 = torch.bfloat16
 
 
@@ -91,6 +92,21 @@ def test_many_scales_on_a_gpu_save_the_fp8_copies_that_backward_reads_and_no_wei
     assert sorted(large) == sorted([f"e4m3[{tokens}, 128]T", "e4m3[16, 256]", *weights])
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_where_any_layout_is_read_the_bytes_that_forward_wrote_are_saved_and_no_weight_is_quantized_again(
+    recipe: str,
+) -> None:
+    made = mlp("cuda:100", recipe)
+    assert len(made.report.rewritten) == 6
+    assert not any(text.startswith("bf16") for text in saved_inputs(made)), "neither x nor a weight"
+    large = [text for text in made.saved_activations if text.startswith(("e4m3", "bf16"))]
+    assert sorted(large) == ["e4m3[128, 256]", "e4m3[16, 128]", "e4m3[16, 256]", "e4m3[256, 128]"]
+    # What an activation function needs itself is saved; the FP8 tensor behind it is made again.
+    gelu = split(Mlp(nn.functional.gelu), given(), target="cuda:100", recipe=recipe)
+    activations = [text for text in gelu.saved_activations if "[16, " in text]
+    assert sorted(activations) == ["bf16[16, 256]", "e4m3[16, 128]"]
+
+
 @pytest.mark.parametrize(
     "target, recipe",
     [("cpu", "tensorwise"), ("cuda:90", "tensorwise"), ("cpu", "rowwise"), ("cpu", "blockwise")],
@@ -117,7 +133,7 @@ def test_an_excluded_layer_keeps_its_input_in_high_precision(target: str) -> Non
     assert sorted(made.saved_activations) == ["bf16[16, 128]", "e4m3[16, 256]"]
 
 
-@TARGETS
+@AND_ANY_LAYOUT
 def test_nothing_is_reduced_twice(target: str) -> None:
     made = mlp(target)
     # Two gradients are new in backward; the scales of inputs and weights come from forward.
@@ -126,7 +142,7 @@ def test_nothing_is_reduced_twice(target: str) -> None:
     assert {node.args[0].meta["val"].shape for node in amaxes} == {(16, 128), (16, 256)}
 
 
-@TARGETS
+@AND_ANY_LAYOUT
 def test_a_checkpointed_block_saves_its_input_alone(target: str) -> None:
     mlp = Mlp()
 
@@ -139,7 +155,7 @@ def test_a_checkpointed_block_saves_its_input_alone(target: str) -> None:
     assert saved_bytes(made) <= 2 * 16 * 128 + 100
 
 
-@TARGETS
+@AND_ANY_LAYOUT
 def test_selective_checkpointing_that_saves_matmuls_saves_their_results_and_no_quantized_weight(target: str) -> None:
     block = Mlp(nn.functional.silu)
     matmuls = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])

@@ -10,6 +10,7 @@ from torch import fx, nn
 from fp8_compile.kernels.overflow import largest_magnitude, raise_overflow, raise_overflow_op
 from fp8_compile.kernels.record_amax import record_amax_op
 from fp8_compile.passes.flag_overflow_in_place import FlagOverflowInPlace
+from fp8_compile.passes.fp8_gemm import fp8_gemm
 from fp8_compile.passes.scale_loss import OVERFLOW_KIND
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -35,11 +36,12 @@ def is_factors(node: fx.Node) -> bool:
 def gemm_of(node: fx.Node) -> fx.Node | None:
     while node.op == "call_function" and node.target in (aten.permute.default, aten.view.default):
         node = node.args[0]
-    return node if node.target is aten._scaled_mm.default else None
+    return node if fp8_gemm(node) else None
 
 
-def test_where_one_scale_a_tensor_is_all_the_gemm_divides() -> None:
-    graph = backward_of("cuda:90", "tensorwise")
+@pytest.mark.parametrize("target", ["cuda:90", "cuda:100"])
+def test_where_one_scale_a_tensor_is_all_the_gemm_divides(target: str) -> None:
+    graph = backward_of(target, "tensorwise")
     scale, inverse = factors(graph)
     assert [node.target for node in scale.users] == [aten.mul.Tensor], "one gradient enters"
     results = [node for node in graph.output_node().args[0] if node is not None]

@@ -75,6 +75,16 @@ def test_on_a_gpu_forward_reads_the_codes_and_backward_the_transposed_ones() -> 
     assert casts_to_fp8(forward) < casts_to_fp8(plain_forward)
 
 
+def test_where_any_layout_is_read_the_codes_are_all_that_is_cached() -> None:
+    forward, backward = halves("cuda:100", cached=True)
+    buffers = named(forward)
+    assert not any(name.endswith("transposed") for name in buffers)
+    read = {node.name for name, node in buffers.items() if node.users and name.endswith("codes")}
+    assert len(read) == 2
+    # Backward of the odd layer reads the padded copy that forward makes.
+    assert len(read & {node.name for node in backward.find_nodes(op="placeholder")}) == 1
+
+
 @pytest.mark.parametrize("target", ["cpu", "cuda:90"])
 def test_no_amax_of_a_weight_is_recorded_and_no_copy_of_it_is_saved(target: str) -> None:
     cached, plain = (halves(target, cached=cached)[0] for cached in (True, False))

@@ -28,6 +28,7 @@ from fp8_compile.backend import compile_graph, make_rules
 from fp8_compile.explain import run_uncompiled
 from fp8_compile.fast_paths import open_fast_paths
 from fp8_compile.kernels.formats import BY_DTYPE
+from fp8_compile.kernels.gpu.cublaslt_mm import cublaslt_mm_op
 from fp8_compile.module_names import ModuleNames, Selection
 from fp8_compile.passes.decide import Rules
 from fp8_compile.passes.find_matmuls import Matmul, OtherMatmul, find_matmuls
@@ -45,6 +46,7 @@ DTYPES = {
     torch.float16: "f16",
     torch.float64: "f64",
     torch.uint8: "u8",
+    torch.int8: "i8",
     torch.int32: "i32",
     torch.int64: "i64",
     torch.bool: "b8",
@@ -133,8 +135,11 @@ def split(model: nn.Module | Callable[..., Any], *args: Any, dynamic: bool = Fal
         reports.append(report)
         return compiled
 
-    result = torch.compile(model, backend=backend, dynamic=dynamic)(*args)
-    result.backward(torch.randn_like(result))
+    compiled = torch.compile(model, backend=backend, dynamic=dynamic)
+    for _ in range(2):
+        if len(halves) < 2:  # under delayed scaling a GPU's backward is compiled when it first runs, at the second pass
+            result = compiled(*args)
+            result.backward(torch.randn_like(result))
     assert len(halves) == 2, f"expected a forward and a backward graph, got {len(halves)}"
     return Split(halves[0], halves[1], reports[0])
 
@@ -228,8 +233,8 @@ def _spread(q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def assert_gpu_accepts(graph: fx.Graph) -> int:
-    """Every ``_scaled_mm`` of the graph passes the checks that torch itself makes for a GPU, and those that only
-    cuBLAS makes; how many there are."""
+    """Every FP8 gemm of the graph passes the checks that torch itself makes for a GPU, and those that only cuBLAS
+    makes; how many there are."""
     gemms = graph.find_nodes(op="call_function", target=aten._scaled_mm.default)
     for node in gemms:
         left, right, scale_left, scale_right = (arg.meta["val"] for arg in node.args)
@@ -242,7 +247,15 @@ def assert_gpu_accepts(graph: fx.Graph) -> int:
             assert bias.meta["val"].dtype == out_dtype != torch.float32, f"{node}: a bias is added in 16 bits only"
         if scale_left.numel() > 1 or scale_right.numel() > 1:
             assert out_dtype is torch.bfloat16, f"{node}: {out_dtype} with more than one scale"
-    return len(gemms)
+    by_cublaslt = graph.find_nodes(op="call_function", target=cublaslt_mm_op)
+    for node in by_cublaslt:
+        left, right, *scales = (arg.meta["val"] for arg in node.args[:4])
+        assert left.shape[1] == right.shape[0] and {scale.numel() for scale in scales} == {1}
+        assert {left.dtype, right.dtype} != {torch.float8_e5m2}, f"{node}: no GPU multiplies e5m2 by e5m2"
+        for side in (left, right):
+            assert min(side.stride()) == 1 and max(side.stride()) % 16 == 0, f"{node}: strides {side.stride()}"
+        assert left.shape[1] % 16 == right.shape[1] % 16 == 0, f"{node}: {left.shape} by {right.shape}"
+    return len(gemms) + len(by_cublaslt)
 
 
 def check_accepted(*operands_and_scales: torch.Tensor, **options: Any) -> None:

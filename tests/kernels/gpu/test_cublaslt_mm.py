@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._inductor import config as inductor_config
+from torch.utils.flop_counter import FlopCounterMode
 
 from fp8_compile.kernels.gpu import cublaslt, cublaslt_mm
 from fp8_compile.kernels.gpu.cublaslt import CublasLt, CublasLtError
@@ -108,6 +109,10 @@ def test_the_result_is_the_exact_sum_rounded_once(library: CublasLt, case: dict)
     assert_rounded_once(reference(given), given)
     assert_rounded_once(cublaslt_mm_op(*given), given)
     torch.library.opcheck(cublaslt_mm_op, tuple(given), test_utils="test_faketensor")
+    with FlopCounterMode(display=False) as counter:
+        cublaslt_mm_op(*given)
+    (m, k), n = given.left.shape, given.right.shape[1]
+    assert counter.get_total_flops() == 2 * m * n * k
 
 
 @pytest.mark.parametrize("cpp_wrapper", [False, True])
@@ -178,12 +183,14 @@ def test_a_gpu_that_reads_k_contiguous_operands_only_says_no_to_others(
     given = operands(k=80, lies="MN")
     with pytest.raises(CublasLtError, match="status 15"):
         by_cublaslt(library, given, empty(given))
+    with pytest.raises(CublasLtError, match="status 15"):
+        check(library, torch.device("cpu"), any_layout=True)
 
 
 def test_a_library_that_computes_wrongly_is_found_out_before_it_is_used(
     library: CublasLt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check(library, torch.device("cpu"))
+    check(library, torch.device("cpu"), any_layout=True)
     monkeypatch.setattr(library, "_one", ctypes.c_float(0.5))
     with pytest.raises(CublasLtError, match="small gemm was wrong"):
         check(library, torch.device("cpu"))
@@ -196,8 +203,9 @@ def test_without_the_library_a_warning_says_what_it_costs(monkeypatch: pytest.Mo
     cublaslt_mm.library_of.cache_clear()
 
 
-def test_two_steps_give_the_sum_of_the_rounded_product() -> None:
-    given = operands(dtype=torch.float32)
+@pytest.mark.parametrize("lies", ["KK", "MN"])
+def test_two_steps_give_the_sum_of_the_rounded_product(lies: str) -> None:
+    given = operands(dtype=torch.float32, lies=lies)
     y = empty(given)
     cublaslt_mm.by_torch(given, y)
     torch.testing.assert_close(y.double(), exact(given), rtol=1e-5, atol=1e-4)
