@@ -1,8 +1,8 @@
 """Bytes saved for backward: FP8 against the same bf16 model, both compiled by Inductor's partitioner.
 
 Nothing is computed: the step runs on fake tensors, and what autograd keeps between forward and backward is
-counted. Parameters are not, since they are there anyway. FP8 copies of weights, which delayed scaling makes in forward
-for a GPU's backward, are counted apart: they grow with the model and not with the batch.
+counted. Parameters are not, since they are there anyway. FP8 copies of weights, which forward makes for a GPU's
+backward, are counted apart: they grow with the model and not with the batch.
 
     python benchmarks/saved_bytes.py
 """
@@ -18,6 +18,8 @@ from torch._subclasses import FakeTensorMode
 
 from fp8_compile import Config
 from fp8_compile.backend import compile_graph
+from fp8_compile.config import RECIPES
+from fp8_compile.target import Target
 from fp8_compile.uncompiled import NO_CACHE, run_uncompiled
 
 TOKENS, WIDTH, HIDDEN = 4096, 2048, 8192
@@ -104,8 +106,8 @@ def main() -> None:
     for block in (SwiGLU, GELU, ReLU):
         base = sum(saved_bytes(block, None))
         print(f"{block.__name__:8} {'inductor bf16':24} {base / 1e6:8.1f} MB  1.00x")
-        for target in ("cpu", "cuda:90"):
-            for recipe in ("delayed", "tensorwise", "rowwise", "blockwise"):
+        for target in ("cpu", "cuda:90", "cuda:100"):
+            for recipe in (one for one in RECIPES if one in Target.parse(target).recipes):
                 size, weights = saved_bytes(block, Config(recipe=recipe, target=target))
                 copies = f"  and {weights / 1e6:.1f} MB of weights" if weights > 1e6 else ""
                 name = f"fp8 {recipe} {target}"

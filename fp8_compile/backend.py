@@ -231,7 +231,8 @@ class _Graph:
         inputs = list(self.example_inputs)
         # A warm-up's first FP8 pass comes later: nothing may be left to compile then, as backward of dynamic shapes is.
         whole = self.config.warmup_steps > 0 or functorch_config.force_non_lazy_backward_lowering
-        # Recomputing less than it could, the partitioner weighs gemms that are torch's own; this way, ours too.
+        # Told to save memory (a budget, aggressive_recomputation), the partitioner takes ops that it does not know for
+        # cheap, our gemms among them, unless it is to weigh these too.
         with functorch_config.patch(force_non_lazy_backward_lowering=whole, is_non_builtin_to_include=True):
             return compile_fx(self.gm, inputs, inner_compile=inner_compile, config_patches={**patches, **ours})
 

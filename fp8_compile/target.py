@@ -74,6 +74,7 @@ class Target:
 def _cuda(capability: int) -> Target:
     # cuBLAS has 1x128 and 128x128 block scales on Hopper only.
     recipes = RECIPES_EVERYWHERE | {"rowwise"} | ({"blockwise"} if capability == 90 else set())
+    # cuBLASLt wants K contiguous ("TN") on Ada, Hopper, and on the Blackwells of workstations, 12.x.
     return Target(f"cuda:{capability}", recipes=frozenset(recipes), reads_any_layout=capability // 10 == 10)
 
 

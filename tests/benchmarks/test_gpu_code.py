@@ -64,6 +64,11 @@ def test_every_kernel_compiles_for_an_h100_in_every_configuration_without_spills
     assert [(kernel.name, kernel.config, kernel.spills) for kernel in compiled if kernel.spills] == []
 
 
+def test_a_b200_gets_every_tensor_once(delayed_100, torchao_90) -> None:
+    assert delayed_100.gemms == 9 and all(launch.fp8 for launch in delayed_100.launches if launch.kind == "gemm")
+    assert delayed_100.triton_kernels <= 11 and delayed_100.bytes_outside_gemms <= 0.49 * torchao_90.bytes_outside_gemms
+
+
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_every_kernel_compiles_for_a_b200_without_spills(delayed_100, direction) -> None:
     source = getattr(delayed_100, direction)

@@ -20,3 +20,4 @@ def test_cached_weights_are_not_quantized_and_less_than_720_megabytes_are_moved_
     # Two updates of scales; norm, activation, a transposed copy; gradient, activation, norm and its weight.
     assert cached.triton_kernels == 9 and cached.bytes_outside_gemms <= 720e6
     assert refresh_megabytes("swiglu") * 1e6 == 3 * WIDTH * HIDDEN * 4
+    assert refresh_megabytes("swiglu", 100) * 1e6 == 3 * WIDTH * HIDDEN * 3
