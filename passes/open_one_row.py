@@ -16,6 +16,7 @@ from .graph_pass import GraphPass, PassReport
 aten = torch.ops.aten
 
 HALVES = (torch.bfloat16, torch.float16)
+MULTIPLIED = (torch.bfloat16, torch.float32)
 
 
 class OpenOneRow(GraphPass):
@@ -28,12 +29,12 @@ class OpenOneRow(GraphPass):
              p = exp(s - max(s)), s = sum_d(fp32(q) * fp32(k)) / sqrt(D) + mask
              a = bf16(sum_s(p * fp32(v)) / sum_s(p))
 
-    Either reads a large tensor once and does little with it. oneDNN's bf16 product reads at a third of the memory's
-    speed, and the attention copies keys and values into tiles that are made for many queries; loops of Inductor's read
-    as fast as the memory gives. Products are exact and summed in FP32, as they were.
+    Either reads a large tensor once and does little with it. oneDNN's and MKL's products read at a half of the memory's
+    speed or less, and the attention copies keys and values into tiles that are made for many queries; loops of
+    Inductor's read as fast as the memory gives. Sums are in FP32, as they were.
 
-    Skips: more rows, or a number that is not known; products in FP32, where MKL reads as fast; weights whose rows don't
-    lie along K; attention with dropout, a causal mask, or a logsumexp that backward reads.
+    Skips: more rows, or a number that is not known; products in FP16, which oneDNN does as fast; weights whose rows
+    don't lie along K; attention with dropout, a causal mask, or a logsumexp that backward reads.
     """
 
     def run(self, graph: fx.Graph) -> PassReport:
@@ -87,7 +88,7 @@ def _is_product(node: fx.Node) -> bool:
     x, weight = (value(side) for side in node.args[-2:])  # type: ignore[arg-type]
     one = isinstance(x.shape[0], int) and x.shape[0] == 1
     along_k = isinstance(weight.stride(0), int) and weight.stride(0) == 1
-    return one and along_k and x.device.type == "cpu" and x.dtype in HALVES and weight.dtype == x.dtype
+    return one and along_k and x.device.type == "cpu" and x.dtype in MULTIPLIED and weight.dtype == x.dtype
 
 
 def _is_attention(node: fx.Node) -> bool:

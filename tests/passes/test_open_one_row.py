@@ -79,9 +79,10 @@ def test_non_finite_keys_and_values_reach_the_result() -> None:
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_product_of_one_row_is_rounded_once(bias: bool) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_product_of_one_row_is_rounded_once(dtype: torch.dtype, bias: bool) -> None:
     torch.manual_seed(0)
-    row, weight, added = torch.randn(1, 200).bfloat16(), torch.randn(70, 200).bfloat16(), torch.randn(70).bfloat16()
+    row, weight, added = (torch.randn(shape).to(dtype) for shape in ((1, 200), (70, 200), (70,)))
 
     def multiply(row: Tensor, weight: Tensor, added: Tensor) -> Tensor:
         return aten.addmm(added, row, weight.t()) if bias else aten.mm(row, weight.t())
@@ -90,18 +91,18 @@ def test_product_of_one_row_is_rounded_once(bias: bool) -> None:
     assert changes == 1 and not {aten.mm.default, aten.addmm.default} & targets(made)
     exact = row.double() @ weight.double().t() + (added.double() if bias else 0)
     assert made(row, weight, added).shape == (1, 70)
-    torch.testing.assert_close(made(row, weight, added).double(), exact, rtol=2**-8, atol=1e-4)
+    torch.testing.assert_close(made(row, weight, added).double(), exact, rtol=torch.finfo(dtype).eps / 2, atol=1e-4)
     weight[7, 9] = NAN
     assert made(row, weight, added).isnan().nonzero().tolist() == [[0, 7]]
 
 
-def test_what_is_not_one_row_in_a_half_precision_along_k_is_left_alone() -> None:
-    half, wide = torch.randn(1, 32).bfloat16(), torch.randn(1, 32)
+def test_what_is_not_one_row_along_k_is_left_alone() -> None:
+    half = torch.randn(1, 32).bfloat16()
     weight, queries = torch.randn(48, 32).bfloat16(), torch.randn(1, 2, 2, 16)
     keys = torch.randn(1, 2, 8, 16)
     left = {
         "two rows": (lambda x, w: aten.mm(x, w.t()), half.repeat(2, 1), weight),
-        "fp32": (lambda x, w: aten.mm(x, w.t()), wide, weight.float()),
+        "fp16": (lambda x, w: aten.mm(x, w.t()), half.half(), weight.half()),
         "along N": (aten.mm, half, weight.t().contiguous()),
         "half of the bias": (lambda b, x, w: aten.addmm(b, x, w.t(), beta=0.5), weight[:, 0], half, weight),
         "two queries": (lambda q, k: flash(q, k, k)[0], queries, keys),
