@@ -26,6 +26,7 @@ from .launch_quantizes import LaunchQuantizes
 from .lower_quantizes import LowerQuantizes
 from .lower_scaled_mm_cpu import LowerScaledMmForCpu
 from .multiply_packed import MultiplyPacked
+from .open_one_row import OpenOneRow
 from .pair_quantizes import PairQuantizes
 from .read_again import ForgetCopies, ReadAgain
 from .record_amaxes import RecordAmaxes
@@ -148,7 +149,7 @@ class SplitPipeline(Pipeline):
     """What is better done when it is known which tensors are saved for backward."""
 
     def __init__(self, rules: Rules, key: str, observer: Observer | None = None) -> None:
-        on_cpu = [CallCpuKernels(), FuseDelayedQuantizes()]
+        on_cpu = [CallCpuKernels(), FuseDelayedQuantizes(), OpenOneRow()]
         on_gpu = [LaunchQuantizes(), FuseCasts(), RelayoutBytes(), FlagOverflowInPlace()]
         if rules.target.startswith("cuda"):
             on_gpu.append(AddInGemm())

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "fp8_formats.h"
+#include "gemm.h"
 
 namespace fp8 {
 
@@ -13,7 +14,10 @@ constexpr int64_t TILE = 128;
 struct Scales {
   const float* data;
   int64_t line_stride, k_stride, lines;  // lines: how many share a scale
-  float at(int64_t line, int64_t block) const { return data[line / lines * line_stride + block * k_stride]; }
+  float at(int64_t line, int64_t block) const {
+    if (lines > 1) line /= lines;  // 32 divisions a tile would be a twentieth of the gemm
+    return data[line * line_stride + block * k_stride];
+  }
 };
 
 template <class Micro>
@@ -33,6 +37,11 @@ struct Finish {
       const float down = left.at(row + r, k / TILE);
       for (int64_t n = 0; n < COLS; ++n) c[r * COLS + n] += sums[r * COLS + n] * (down * across[n]);
     }
+  }
+
+  void expect(int64_t row, int64_t rows, int64_t col, int64_t cols) const {
+    const int64_t size = dtype == FP32 ? 4 : 2;
+    expect_rows(static_cast<const char*>(out) + (row * out_stride + col) * size, rows, out_stride * size, cols * size);
   }
 
   void store(const float* c, int64_t row, int64_t rows, int64_t col, int64_t cols) const {

@@ -1,7 +1,7 @@
 // Scales and casts to FP8 for CPUs. No torch headers: it compiles in about two seconds.
 //
 // A matrix is [rows, cols], row-major. `axis` says what shares a scale: WHOLE the tensor, ROW a row, COL a column.
-// Compile with -ffp-contract=off: rounding (see kernels/round_to_fp8.py) relies on each operation rounding by itself.
+// Compile with -ffp-contract=off: rounding relies on each operation rounding by itself.
 
 #include <algorithm>
 #include <cstdint>
@@ -52,15 +52,31 @@ void amax(const typename In::type* x, int64_t rows, int64_t cols, int axis, floa
   }
 }
 
-// Codes of a run of elements: loops by themselves, over a piece that is in the nearest cache, each vectorise well.
-template <class In, class To, class Scale>
-void encode(const typename In::type* __restrict__ x, int64_t count, Scale scale, uint8_t* __restrict__ codes) {
+// Codes of a run of elements; returns the largest magnitude among them, as bits.
+template <class In, class To, bool FINITE, class Scale>
+uint32_t encode(const typename In::type* __restrict__ x, int64_t count, Scale scale, uint8_t* __restrict__ codes) {
+  uint32_t most = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const float one = In::load(x[i]);
+    most = std::max(most, bits(one) & 0x7fffffffu);
+    codes[i] = To::template quantize<FINITE>(one, scale(i));
+  }
+  return most;
+}
+
+// The same by one scale, a piece after the other: what is not finite is rare, and its piece is done again.
+template <class In, class To>
+uint32_t encode(const typename In::type* x, int64_t count, float scale, uint8_t* codes) {
+  const auto same = [scale](int64_t) { return scale; };
+  const bool finite = std::isfinite(scale);
+  uint32_t most = 0;
   for (int64_t first = 0; first < count; first += CHUNK) {
     const int64_t width = std::min(CHUNK, count - first);
-    float rounded[CHUNK];
-    for (int64_t i = 0; i < width; ++i) rounded[i] = To::quantized(In::load(x[first + i]), scale(first + i));
-    for (int64_t i = 0; i < width; ++i) codes[first + i] = To::encode(rounded[i], In::load(x[first + i]));
+    uint32_t seen = finite ? encode<In, To, true>(x + first, width, same, codes + first) : INFINITE;
+    if (seen >= INFINITE) seen = encode<In, To, false>(x + first, width, same, codes + first);
+    most = std::max(most, seen);
   }
+  return most;
 }
 
 template <class In, class To>
@@ -71,16 +87,16 @@ void quantize(const void* from, int64_t rows, int64_t cols, int axis, const floa
     const float s = scale[0];
 #pragma omp parallel for num_threads(threads)
     for (int64_t first = 0; first < count; first += CHUNK)
-      encode<In, To>(x + first, std::min(CHUNK, count - first), [s](int64_t) { return s; }, codes + first);
+      encode<In, To>(x + first, std::min(CHUNK, count - first), s, codes + first);
     return;
   }
 #pragma omp parallel for num_threads(threads)
   for (int64_t i = 0; i < rows; ++i) {
     const float s = scale[axis == ROW ? i : 0];
     if (axis == ROW)
-      encode<In, To>(x + i * cols, cols, [s](int64_t) { return s; }, codes + i * cols);
+      encode<In, To>(x + i * cols, cols, s, codes + i * cols);
     else
-      encode<In, To>(x + i * cols, cols, [scale](int64_t j) { return scale[j]; }, codes + i * cols);
+      encode<In, To, false>(x + i * cols, cols, [scale](int64_t j) { return scale[j]; }, codes + i * cols);
   }
 }
 
@@ -101,8 +117,8 @@ void delayed(const void* from, int64_t count, float reach, float* scale, uint8_t
 #pragma omp parallel for num_threads(threads) reduction(max : seen)
   for (int64_t first = 0; first < count; first += CHUNK) {
     const int64_t width = std::min(CHUNK, count - first);
-    seen = std::max(seen, largest_bits<In>(x + first, width));
-    if (codes) encode<In, To>(x + first, width, [s](int64_t) { return s; }, codes + first);
+    seen = std::max(seen, codes ? encode<In, To>(x + first, width, s, codes + first)
+                                : largest_bits<In>(x + first, width));
   }
   *largest = value(seen);
 }
@@ -123,7 +139,7 @@ void inputs(const void* from, int64_t rows, int64_t cols, int64_t stride, const 
       s = (1.0f / largest) * E4M3::max;
       scales[i] = 1.0f / s + largest * 0.0f;
     }
-    encode<In, E4M3>(row, cols, [s](int64_t) { return s; }, codes + i * cols);
+    encode<In, E4M3>(row, cols, s, codes + i * cols);
   }
 }
 

@@ -10,6 +10,7 @@ namespace fp8 {
 
 enum Dtype { FP32 = 0, BF16 = 1, FP16 = 2 };
 
+constexpr uint32_t INFINITE = 0x7f800000u;  // bits of magnitudes from here on are Inf and NaN
 inline uint32_t bits(float x) { uint32_t u; std::memcpy(&u, &x, 4); return u; }
 inline float value(uint32_t u) { float x; std::memcpy(&x, &u, 4); return x; }
 
@@ -54,31 +55,28 @@ struct Format {
   static constexpr float max = MAX;
   static constexpr int dropped = 24 - SIGNIFICAND;       // bits of an FP32 significand that FP8 has not
   static constexpr int stored = SIGNIFICAND - 1;         // bits of the significand in a code
-  static constexpr float split = float((1 << dropped) + 1);
   static constexpr float smallest_normal = MIN_EXPONENT == -6 ? 0x1p-6f : 0x1p-14f;
   static constexpr float spacing = smallest_normal / (1 << stored);  // of subnormals
-  static constexpr float anchor = 12582912.0f * spacing;             // 1.5 * 2**23 spacings
+  static constexpr float anchor = 8388608.0f * spacing;              // 2**23 spacings
   static constexpr uint32_t rebias = uint32_t(126 + MIN_EXPONENT) << stored;
   static constexpr uint32_t infinity = SIGNIFICAND == 3 ? 0x7c : 0x80;  // E4M3 has none
   static constexpr uint32_t nan = 0x7f;
 
-  static float round(float x) {
-    float c = x * split, normal = c - (c - x), subnormal = (x + anchor) - anchor;
-    return std::fabs(x) < smallest_normal ? subnormal : normal;
-  }
-  static float quantized(float x, float scale) {  // -0 may become 0
-    float scaled = x * scale;
-    scaled = scaled < -max ? -max : scaled;  // comparisons that leave NaN alone
-    scaled = scaled > max ? max : scaled;
-    return round(scaled) + x * 0.0f;  // Inf becomes NaN, never the largest value: an overflow must not vanish
-  }
-  static uint8_t encode(float rounded, float x) {  // with the sign of x, which rounding to zero has lost
-    uint32_t u = bits(x), magnitude = bits(rounded) & 0x7fffffffu;
-    uint32_t normal = (magnitude >> dropped) - rebias;
-    uint32_t subnormal = uint32_t(int32_t(value(magnitude) * (1.0f / spacing)));
-    uint32_t code = value(magnitude) < smallest_normal ? subnormal : normal;
-    code = magnitude > 0x7f800000u ? nan : code;
-    return uint8_t(code | (u >> 24 & 0x80u));
+  // The code of x * scale, to nearest even, with the sign of x. Inf becomes NaN, never the largest value: an overflow must
+  // not vanish. FINITE: x and scale are.
+  template <bool FINITE>
+  static uint8_t quantize(float x, float scale) {
+    float y = std::fabs(x * scale);
+    y = y > max ? max : y;  // a comparison that leaves NaN alone
+    const uint32_t u = bits(y);
+    const uint32_t normal = ((u + ((1u << (dropped - 1)) - 1) + (u >> dropped & 1u)) >> dropped) - rebias;
+    const uint32_t subnormal = bits(y + anchor) - bits(anchor);  // addition rounds: the last place of anchor is a spacing
+    uint32_t code = y < smallest_normal ? subnormal : normal;
+    if (!FINITE) {
+      code = y <= max ? code : nan;
+      code = (bits(x) & 0x7fffffffu) < INFINITE ? code : nan;
+    }
+    return uint8_t(code | (bits(x) >> 24 & 0x80u));
   }
   static float decode(uint8_t code) {
     uint32_t magnitude = code & 0x7fu;

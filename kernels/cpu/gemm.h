@@ -12,7 +12,7 @@
 //   Left    pack(row, rows, k, count, to): a panel of ROWS rows, zeros behind `rows` and behind `count`
 //   Right   pack(col, cols, k, count, to): a panel of COLS columns
 //   Finish  tile: 0, or how many k's share a scale; add(sums, c, row, col, k): c += scaled sums of such a tile;
-//           store(c, row, rows, col, cols)
+//           store(c, row, rows, col, cols); expect(row, rows, col, cols): the same place will be stored to, soon
 #pragma once
 
 #include <algorithm>
@@ -27,6 +27,13 @@
 namespace fp8 {
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Rows that will be written: memory answers while they are computed. A store to a line that is in no cache takes as long as
+// a read of it.
+inline void expect_rows(const void* first, int64_t rows, int64_t stride, int64_t size) {  // in bytes
+  for (int64_t row = 0; row < rows; ++row)
+    for (int64_t at = 0; at < size; at += 64) __builtin_prefetch(static_cast<const char*>(first) + row * stride + at, 1);
+}
 
 // Memory for packed panels, kept by each calling thread: asking the system for megabytes anew costs a page fault each 4 KB.
 class Scratch {
@@ -60,8 +67,8 @@ class Gemm {
 
   void run(int wanted_threads) {
     if (m_ == 0 || n_ == 0) return;
-    const int64_t rows = std::min<int64_t>(Micro::MOST_ROWS, ceil_div(m_, ROWS) * ROWS);
-    const int64_t cols = std::min<int64_t>(Micro::MOST_COLS, ceil_div(n_, COLS) * COLS);
+    const int64_t most_cols = k_ > CHUNK ? Micro::MOST_COLS : 2 * Micro::MOST_COLS;  // there are no sums to keep
+    const int64_t rows = block_size(m_, ROWS, Micro::MOST_ROWS), cols = block_size(n_, COLS, most_cols);
     const int64_t depth = std::min<int64_t>(CHUNK, ceil_div(k_, STEP) * STEP);
     depth_ = depth;
     const size_t for_left = size_t(rows * depth) * sizeof(Element), for_right = size_t(cols * depth) * sizeof(Element);
@@ -82,6 +89,14 @@ class Gemm {
   }
 
  private:
+  // Blocks of equal size, a quarter above `most` at the most: a few rows left over would cost the other operand's panels
+  // once more.
+  static int64_t block_size(int64_t size, int64_t unit, int64_t most) {
+    const int64_t panels = ceil_div(size, unit), fitting = most / unit;
+    const int64_t blocks = std::max<int64_t>(1, ceil_div(panels - fitting / 4, fitting));
+    return ceil_div(panels, blocks) * unit;
+  }
+
   void work(int thread, int threads, int64_t most_rows, int64_t most_cols) {
     typename Micro::Session session;
     for (int64_t row = 0; row < m_; row += most_rows)
@@ -114,6 +129,7 @@ class Gemm {
     alignas(64) float scaled[ROWS * COLS];
     const Element *left = left_panel(i), *right = right_panel(j);
     const bool is_first = k == 0, is_last = k + CHUNK >= k_;
+    if (is_last) finish_.expect(row + i * ROWS, rows, col + j * COLS, cols);
     float* c = c_ ? c_ + tile * ROWS * COLS : nullptr;
     const float* sum = sums;
     if (finish_.tile) {

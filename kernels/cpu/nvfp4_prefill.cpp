@@ -87,6 +87,10 @@ struct Finish {
   static constexpr int64_t tile = 0;
   const Nvfp4Call& call;
   void add(const float*, float*, int64_t, int64_t, int64_t, int64_t, int64_t) const {}
+  void expect(int64_t row, int64_t rows, int64_t col, int64_t cols) const {
+    const int64_t size = call.dtype == FP32 ? 4 : 2;
+    expect_rows(static_cast<const char*>(call.y) + (row * call.n + col) * size, rows, call.n * size, cols * size);
+  }
   void store(const float* c, int64_t row, int64_t rows, int64_t col, int64_t cols) const {
     for (int64_t r = 0; r < rows; ++r) write_y(call, row + r, col, cols, c + r * Micro::COLS);
   }
