@@ -52,13 +52,13 @@ MACHINES = (
 class Attention(nn.Module):
     """RMSNorm, causal attention, residual; with fewer ``kv_heads`` than HEADS, grouped queries."""
 
-    def __init__(self, kv_heads: int = HEADS, fused: bool = False) -> None:
+    def __init__(self, kv_heads: int = HEADS, fused: bool = False, bias: bool = False) -> None:
         super().__init__()
         self.norm, self.size = nn.RMSNorm(WIDTH), WIDTH // HEADS
         self.widths = [WIDTH, kv_heads * self.size, kv_heads * self.size]
         widths = [sum(self.widths)] if fused else self.widths
-        self.qkv = nn.ModuleList(nn.Linear(WIDTH, width, bias=False) for width in widths)
-        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.qkv = nn.ModuleList(nn.Linear(WIDTH, width, bias=bias) for width in widths)
+        self.out = nn.Linear(WIDTH, WIDTH, bias=bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.norm(x)
@@ -80,6 +80,7 @@ BLOCKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "attention": (Attention, (SEQUENCES, TOKENS // SEQUENCES, WIDTH)),
     "gelu": (GELU, (TOKENS, WIDTH)),
     "fused-qkv": (functools.partial(Attention, fused=True), (SEQUENCES, TOKENS // SEQUENCES, WIDTH)),
+    "biased": (functools.partial(Attention, fused=True, bias=True), (SEQUENCES, TOKENS // SEQUENCES, WIDTH)),  # GPT-2's
     "gqa": (functools.partial(Attention, kv_heads=4), (SEQUENCES, TOKENS // SEQUENCES, WIDTH)),
 }
 

@@ -42,6 +42,8 @@ def start(*arguments: str | Path, folder: Path | None = None) -> subprocess.Pope
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         stdin=subprocess.DEVNULL,
+        # Where the tests run in the background, an interrupt is ignored, and so it would be here.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         text=True,
         cwd=folder,
         env={**os.environ, "PYTHONIOENCODING": "ascii"},
