@@ -15,7 +15,7 @@ from fp8_compile.kernels.quantize_both import DEQUANT, DEQUANT_T, Q_T, Q, quanti
 
 from .emit import GEMM, emit, getitem, value
 from .graph_pass import GraphPass, PassReport
-from .relayout_bytes import made_by_reduction, relayout_arguments
+from .relayout_bytes import reductions_behind, relayout_arguments
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -145,8 +145,8 @@ def _tensors(graph: fx.Graph) -> Iterator[Quantized]:
             groups[x, dtype, BLOCKS[tuple(block)][0]].append(node)
     for (x, _, block), quantizes in groups.items():
         # The kernel of a norm goes along rows, which are longer than blocks: it would take another for the rows' blocks
-        # and a third one for the columns'. Stored and read again, its output moves less.
-        stored = find_stored(x) or (Stored(x, (), None) if block == (1, TILE) and made_by_reduction(x) else None)
+        # and a third one for the columns'. Stored and read again, its output moves less, as does any sum.
+        stored = find_stored(x) or (Stored(x, (), None) if block == (1, TILE) and reductions_behind(x) else None)
         operands = [_operands(node) for node in quantizes]
         if stored is not None and None not in operands:
             yield Quantized(stored, quantizes, [operand for found in operands for operand in found or ()], block)

@@ -64,8 +64,13 @@ def relayout_arguments(node: fx.Node) -> tuple[Any, ...] | None:
 
 def made_by_reduction(node: fx.Node) -> bool:
     """Whether a node is computed, element by element, from a reduction of its own row: a norm's output is."""
+    return not all(map(_is_unrolled, reductions_behind(node)))
+
+
+def reductions_behind(node: fx.Node) -> list[fx.Node]:
+    """The reductions that a node is computed from, element by element."""
     sources = (one.args[0] if one.target is operator.getitem else one for one in pointwise_sources(node))
-    return any(map(_is_reduction, sources))  # type: ignore[arg-type]
+    return [one for one in sources if torch.Tag.reduction in _op_tags(one)]  # type: ignore[arg-type, misc]
 
 
 def made_pointwise(node: fx.Node) -> bool:
@@ -88,13 +93,11 @@ def pointwise_sources(node: fx.Node) -> list[fx.Node]:
     return list(found)
 
 
-def _is_reduction(node: fx.Node) -> bool:
+def _is_unrolled(reduction: fx.Node) -> bool:
     """Of few elements, as of the heads that share a key, Inductor makes a pointwise sum."""
-    if torch.Tag.reduction not in _op_tags(node):
-        return False
-    read, written = value(node.args[0]), value(node)  # type: ignore[arg-type]
+    read, written = value(reduction.args[0]), value(reduction)  # type: ignore[arg-type]
     written = written if isinstance(written, torch.Tensor) else written[0]
-    return not statically_known_true(read.numel() <= config.unroll_reductions_threshold * written.numel())
+    return statically_known_true(read.numel() <= config.unroll_reductions_threshold * written.numel())
 
 
 def _op_tags(node: fx.Node) -> Any:
