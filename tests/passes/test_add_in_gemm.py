@@ -7,7 +7,8 @@ from collections.abc import Callable
 import expecttest
 import pytest
 import torch
-from joint_graph import Split, apply, copy_graph, op_name, ops, random_inputs, render, run, split
+from graph_text import op_name, ops, render
+from joint_graph import Split, apply, copy_graph, random_inputs, run, split
 from torch import Tensor, fx, nn
 
 from fp8_compile.passes.add_in_gemm import AddInGemm

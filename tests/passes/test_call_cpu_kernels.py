@@ -7,7 +7,8 @@ import functools
 import expecttest
 import pytest
 import torch
-from joint_graph import Split, apply, assert_same_results, copy_graph, op_name, ops, random_inputs, render, split
+from graph_text import op_name, ops, render
+from joint_graph import Split, apply, assert_same_results, copy_graph, random_inputs, split
 from torch import Tensor, fx, nn
 
 from fp8_compile.passes.call_cpu_kernels import CallCpuKernels

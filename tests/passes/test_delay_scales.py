@@ -8,7 +8,8 @@ from typing import Any
 import expecttest
 import pytest
 import torch
-from joint_graph import DTYPES, JointGraph, apply, joint_graph, make, op_name, ops, random_inputs, render, run
+from graph_text import DTYPES, op_name, ops, render
+from joint_graph import JointGraph, apply, joint_graph, make, random_inputs, run
 from torch import fx, nn
 from torch._functorch._aot_autograd.descriptors import BufferAOTInput
 from torch._subclasses import FakeTensorMode

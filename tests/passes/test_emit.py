@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from joint_graph import joint_graph, op_name, render, run
+from graph_text import op_name, render
+from joint_graph import joint_graph, run
 from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv

@@ -7,6 +7,7 @@ import functools
 import expecttest
 import pytest
 import torch
+from graph_text import op_name, ops, render
 from joint_graph import (
     Split,
     apply,
@@ -16,9 +17,6 @@ from joint_graph import (
     fp8_product,
     joint_graph,
     make,
-    op_name,
-    ops,
-    render,
     run_passes,
     split,
 )

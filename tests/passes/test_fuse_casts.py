@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from joint_graph import Split, apply, assert_same_results, copy_graph, ops, random_inputs, split
+from graph_text import ops
+from joint_graph import Split, apply, assert_same_results, copy_graph, random_inputs, split
 from torch import Tensor, nn
 
 from fp8_compile.passes.fuse_casts import FuseCasts

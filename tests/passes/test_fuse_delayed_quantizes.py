@@ -5,7 +5,8 @@ from __future__ import annotations
 import expecttest
 import pytest
 import torch
-from joint_graph import DTYPES, Split, apply, copy_graph, op_name, ops, random_inputs, render, run, split
+from graph_text import DTYPES, op_name, ops, render
+from joint_graph import Split, apply, copy_graph, random_inputs, run, split
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import expecttest
 import pytest
 import torch
-from joint_graph import apply, describe, ops
+from graph_text import describe, ops
+from joint_graph import apply
 from torch import fx
 from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_mutation
 from torch._subclasses import FakeTensorMode

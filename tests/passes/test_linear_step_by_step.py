@@ -5,6 +5,7 @@ from __future__ import annotations
 import expecttest
 import pytest
 import torch
+from graph_text import op_name, ops, render
 from joint_graph import (
     JointGraph,
     Step,
@@ -13,10 +14,7 @@ from joint_graph import (
     fp8_product,
     joint_graph,
     make,
-    op_name,
-    ops,
     random_inputs,
-    render,
     run,
     run_passes,
 )

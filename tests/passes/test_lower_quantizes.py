@@ -5,7 +5,8 @@ from __future__ import annotations
 import expecttest
 import pytest
 import torch
-from joint_graph import apply, ops, render, run
+from graph_text import ops, render
+from joint_graph import apply, run
 from torch import fx
 from torch._subclasses import FakeTensorMode
 

@@ -6,7 +6,8 @@ import functools
 
 import pytest
 import torch
-from joint_graph import Step, joint_graph, make, ops, random_inputs, run, run_passes
+from graph_text import ops
+from joint_graph import Step, joint_graph, make, random_inputs, run, run_passes
 from torch import Tensor, nn
 from uncompiled import UncompiledBackend
 

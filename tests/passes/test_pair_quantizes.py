@@ -9,19 +9,16 @@ from typing import Any
 import expecttest
 import pytest
 import torch
+from graph_text import describe, op_name, ops, render
 from joint_graph import (
     JointGraph,
     apply,
     assert_gpu_accepts,
     assert_same_results,
     copy_graph,
-    describe,
     joint_graph,
     make,
-    op_name,
-    ops,
     random_inputs,
-    render,
     split,
 )
 from torch import Tensor, fx, nn

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from joint_graph import NO_CACHE, joint_graph, make, ops, split
+from graph_text import ops
+from joint_graph import NO_CACHE, joint_graph, make, split
 from torch import Tensor, fx, nn
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files

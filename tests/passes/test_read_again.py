@@ -3,17 +3,8 @@
 from __future__ import annotations
 
 import torch
-from joint_graph import (
-    apply,
-    assert_same_results,
-    copy_graph,
-    joint_graph,
-    make,
-    op_name,
-    ops,
-    random_inputs,
-    run_passes,
-)
+from graph_text import op_name, ops
+from joint_graph import apply, assert_same_results, copy_graph, joint_graph, make, random_inputs, run_passes
 from torch import nn
 
 from fp8_compile.passes.read_again import ForgetCopies

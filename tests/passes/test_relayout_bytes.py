@@ -5,18 +5,8 @@ from __future__ import annotations
 import expecttest
 import pytest
 import torch
-from joint_graph import (
-    Split,
-    apply,
-    assert_gpu_accepts,
-    assert_same_results,
-    copy_graph,
-    op_name,
-    ops,
-    random_inputs,
-    render,
-    split,
-)
+from graph_text import op_name, ops, render
+from joint_graph import Split, apply, assert_gpu_accepts, assert_same_results, copy_graph, random_inputs, split
 from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
 

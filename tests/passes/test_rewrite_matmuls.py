@@ -7,6 +7,7 @@ import expecttest
 import pytest
 import torch
 import torch.nn.functional as F
+from graph_text import op_name, ops, render
 from joint_graph import (
     apply,
     assert_gpu_accepts,
@@ -14,10 +15,7 @@ from joint_graph import (
     fp8_product,
     joint_graph,
     make,
-    op_name,
-    ops,
     random_inputs,
-    render,
     run,
     run_passes,
 )

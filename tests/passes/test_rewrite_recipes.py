@@ -5,18 +5,8 @@ from __future__ import annotations
 import expecttest
 import pytest
 import torch
-from joint_graph import (
-    Step,
-    assert_gpu_accepts,
-    assert_numbers,
-    fp8_product,
-    joint_graph,
-    make,
-    op_name,
-    ops,
-    render,
-    run_passes,
-)
+from graph_text import op_name, ops, render
+from joint_graph import Step, assert_gpu_accepts, assert_numbers, fp8_product, joint_graph, make, run_passes
 from torch import Tensor, nn
 
 aten = torch.ops.aten

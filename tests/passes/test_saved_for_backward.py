@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from joint_graph import Split, describe, op_name, ops, split
+from graph_text import describe, op_name, ops
+from joint_graph import Split, split
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from joint_graph import apply, joint_graph, make, op_name, ops, random_inputs, run, run_passes
+from graph_text import op_name, ops
+from joint_graph import apply, joint_graph, make, random_inputs, run, run_passes
 from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint

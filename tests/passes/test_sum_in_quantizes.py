@@ -7,7 +7,8 @@ from typing import Any, Callable
 import expecttest
 import pytest
 import torch
-from joint_graph import apply, ops, render, run
+from graph_text import ops, render
+from joint_graph import apply, run
 from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx

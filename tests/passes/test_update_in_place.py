@@ -7,18 +7,8 @@ from typing import Any, Callable, Sequence
 import expecttest
 import pytest
 import torch
-from joint_graph import (
-    NO_CACHE,
-    ReferenceInterpreter,
-    Split,
-    apply,
-    copy_graph,
-    op_name,
-    ops,
-    random_inputs,
-    render,
-    run,
-)
+from graph_text import op_name, ops, render
+from joint_graph import NO_CACHE, ReferenceInterpreter, Split, apply, copy_graph, random_inputs, run
 from torch import fx, nn
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table

@@ -6,7 +6,8 @@ from typing import Any, Callable, Sequence
 
 import pytest
 import torch
-from joint_graph import NO_CACHE, ReferenceInterpreter, copy_graph, ops
+from graph_text import ops
+from joint_graph import NO_CACHE, ReferenceInterpreter, copy_graph
 from torch import fx, nn
 from torch._functorch.aot_autograd import make_boxed_func
 

@@ -2,7 +2,7 @@
 
     joint = joint_graph(nn.Linear(32, 64, bias=False), torch.randn(8, 32))     # as Inductor's pre-pass sees it
     steps = run_passes(joint, make(target="cuda:90"))                           # our passes, one after the other
-    render(steps[-1].graph)                                                     # text for a golden test
+    render(steps[-1].graph)                                                     # graph_text.py: for a golden test
     run(steps[-1].graph, random_inputs(joint.graph))                            # its numbers
 
 ``_scaled_mm`` is computed here by its definition in FP64: what a graph for a GPU means can be checked on a CPU.
@@ -10,14 +10,12 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import operator
-import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from graph_text import describe
 from torch import fx, nn
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor.compile_fx import compile_fx
@@ -27,7 +25,6 @@ from fp8_compile import Config, Report, Target
 from fp8_compile.backend import compile_graph, make_rules
 from fp8_compile.explain import run_uncompiled
 from fp8_compile.fast_paths import open_fast_paths
-from fp8_compile.kernels.formats import BY_DTYPE
 from fp8_compile.kernels.gpu.cublaslt_mm import cublaslt_mm_op
 from fp8_compile.module_names import ModuleNames, Selection
 from fp8_compile.passes.decide import Rules
@@ -37,21 +34,7 @@ from fp8_compile.passes.pipeline import JointPipeline
 
 aten = torch.ops.aten
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-SHORT_NAMES = {"convert_element_type": "to", "constant_pad_nd": "pad"}
-SEEN_IN_THE_VALUE = ("out_dtype", "memory_format")  # arguments that the type on the left says too
 NO_CACHE = {"force_disable_caches": True}
-DTYPES = {
-    torch.float32: "f32",
-    torch.bfloat16: "bf16",
-    torch.float16: "f16",
-    torch.float64: "f64",
-    torch.uint8: "u8",
-    torch.int8: "i8",
-    torch.int32: "i32",
-    torch.int64: "i64",
-    torch.bool: "b8",
-    **{dtype: format.name for dtype, format in BY_DTYPE.items()},
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -324,89 +307,6 @@ def assert_numbers(
             close = torch.testing.assert_close
             where = f"{step.name}, result {at}"
             close(result, wanted, rtol=tolerance, atol=tolerance, msg=lambda text, where=where: f"{where}: {text}")
-
-
-def render(graph: fx.Graph, only: Callable[[fx.Node], bool] | None = None) -> str:
-    """A line a node: ``mm: f32[8, 64] = mm(primals_2, primals_1.T)``; with ``only``, of those nodes.
-
-    Nodes are called by their op and counted. A transpose is ``.T`` where it is used, one result of several is
-    ``quantize[0]``, an alias is what it stands for. A matrix that lies column by column is ``f32[32, 64]T``; any other
-    layout that is not row-major has its strides in braces. Arguments that are None or False are left out.
-    """
-    seen: collections.Counter[str] = collections.Counter()
-    names: dict[fx.Node, str] = {}
-    lines = []
-    for node in graph.nodes:
-        if node.op == "output":
-            lines.append("return " + _text(node.args[0], names)[1:-1])
-        elif (short := _shorthand(node, names)) is not None:
-            names[node] = short
-        else:
-            op = op_name(node) if node.op == "call_function" else node.name
-            names[node] = f"{op}_{seen[op]}" if seen[op] else op
-            seen[op] += 1
-            if only is None or only(node):
-                lines.append(_line(node, names))
-    return "\n".join("\n    ".join(textwrap.wrap(line, 116)) for line in lines) + "\n"
-
-
-def ops(graph: fx.Graph) -> dict[str, int]:
-    """How often each op occurs."""
-    return dict(collections.Counter(op_name(node) for node in graph.nodes if node.op == "call_function"))
-
-
-def op_name(node: fx.Node) -> str:
-    """``mm`` for ``aten.mm.default``, ``bitcast`` for ``aten.view.dtype``."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return getattr(node.target, "__name__", str(node.target))
-    name = node.target._schema.name.partition("::")[2]
-    if node.target is aten.view.dtype:
-        return "bitcast"
-    return SHORT_NAMES.get(name, name)
-
-
-def describe(val: Any) -> str:
-    """``bf16[8, 64]``, ``e4m3[32, 64]T``, ``(e4m3[8, 32], f32[1, 1])``."""
-    if isinstance(val, (tuple, list)):
-        return "(" + ", ".join(map(describe, val)) + ")"
-    if not isinstance(val, torch.Tensor):
-        return str(val)
-    text = f"{DTYPES[val.dtype]}[{', '.join(map(str, val.shape))}]"
-    if val.is_contiguous():
-        return text
-    return text + ("T" if val.dim() == 2 and val.t().is_contiguous() else f"{{{', '.join(map(str, val.stride()))}}}")
-
-
-def _shorthand(node: fx.Node, names: dict[fx.Node, str]) -> str | None:
-    if node.op != "call_function":
-        return None
-    if node.target is aten.permute.default and list(node.args[1]) == [1, 0]:
-        inner = names[node.args[0]]
-        return inner.removesuffix(".T") if inner.endswith(".T") else f"{inner}.T"
-    if node.target is aten.alias.default:
-        return names[node.args[0]]
-    if node.target is operator.getitem:
-        return f"{names[node.args[0]]}[{node.args[1]}]"
-    return None
-
-
-def _line(node: fx.Node, names: dict[fx.Node, str]) -> str:
-    left = f"{names[node]}: {describe(node.meta['val'])}"
-    if node.op == "placeholder":
-        return left
-    arguments = [_text(item, names) for item in node.args]
-    for key, item in node.kwargs.items():
-        if item not in (None, False) and key not in SEEN_IN_THE_VALUE:
-            arguments.append(key.removeprefix("use_") if item is True else f"{key}={_text(item, names)}")
-    return f"{left} = {op_name(node)}({', '.join(arguments)})"
-
-
-def _text(item: Any, names: dict[fx.Node, str]) -> str:
-    if isinstance(item, (list, tuple)):
-        return "[" + ", ".join(_text(one, names) for one in item) + "]"
-    if isinstance(item, fx.Node):
-        return names[item]
-    return DTYPES.get(item, str(item)) if isinstance(item, torch.dtype) else str(item)
 
 
 def _random(val: Any, generator: torch.Generator) -> Any:
