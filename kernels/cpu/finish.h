@@ -1,6 +1,7 @@
 // What becomes of a gemm's sums: scales, a bias, a dtype.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "fp8_formats.h"
@@ -10,13 +11,25 @@ namespace fp8 {
 
 constexpr int64_t TILE = 128;
 
-// Scale of line i (a row of the left operand, a column of the right one) in block b of k.
+// Scales of lines (rows of the left operand, columns of the right one) in blocks of k.
 struct Scales {
   const float* data;
   int64_t line_stride, k_stride, lines;  // lines: how many share a scale
-  float at(int64_t line, int64_t block) const {
-    if (lines > 1) line /= lines;  // 32 divisions a tile would be a twentieth of the gemm
-    return data[line * line_stride + block * k_stride];
+
+  // Those of `count` lines from `line` on, without a division for each: 32 of them would be a sixth of a tile of 128 k's.
+  void read(int64_t line, int64_t count, int64_t block, float* to) const {
+    const float* here = data + block * k_stride;
+    if (line_stride == 0) {
+      std::fill(to, to + count, *here);
+    } else if (lines == 1) {
+      for (int64_t i = 0; i < count; ++i) to[i] = here[(line + i) * line_stride];
+    } else {
+      for (int64_t i = 0, group = line / lines; i < count; ++group) {
+        const int64_t end = std::min(count, (group + 1) * lines - line);
+        std::fill(to + i, to + end, here[group * line_stride]);
+        i = end;
+      }
+    }
   }
 };
 
@@ -31,12 +44,11 @@ struct Finish {
   bool accumulate;
 
   void add(const float* sums, float* c, int64_t row, int64_t rows, int64_t col, int64_t cols, int64_t k) const {
-    float across[COLS] = {};
-    for (int64_t n = 0; n < cols; ++n) across[n] = right.at(col + n, k / TILE);
-    for (int64_t r = 0; r < rows; ++r) {
-      const float down = left.at(row + r, k / TILE);
-      for (int64_t n = 0; n < COLS; ++n) c[r * COLS + n] += sums[r * COLS + n] * (down * across[n]);
-    }
+    alignas(64) float down[ROWS], across[COLS] = {};
+    left.read(row, rows, k / TILE, down);
+    right.read(col, cols, k / TILE, across);
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t n = 0; n < COLS; ++n) c[r * COLS + n] += sums[r * COLS + n] * (down[r] * across[n]);
   }
 
   void expect(int64_t row, int64_t rows, int64_t col, int64_t cols) const {
@@ -45,33 +57,33 @@ struct Finish {
   }
 
   void store(const float* c, int64_t row, int64_t rows, int64_t col, int64_t cols) const {
-    float across[COLS] = {};
-    for (int64_t n = 0; n < cols; ++n) across[n] = tile ? 1.0f : right.at(col + n, 0);
-    for (int64_t r = 0; r < rows; ++r) {
-      const float down = tile ? 1.0f : left.at(row + r, 0);
-      float result[COLS];
-      for (int64_t n = 0; n < COLS; ++n) result[n] = c[r * COLS + n] * (down * across[n]);
-      if (bias)
-        for (int64_t n = 0; n < cols; ++n) result[n] += bias[col + n];
-      const int64_t at = (row + r) * out_stride + col;
-      if (dtype == FP32) put<Float32>(result, at, cols);
-      if (dtype == BF16) put<BFloat16>(result, at, cols);
-      if (dtype == FP16) put<Float16>(result, at, cols);
-    }
+    if (dtype == FP32) store_as<Float32>(c, row, rows, col, cols);
+    if (dtype == BF16) store_as<BFloat16>(c, row, rows, col, cols);
+    if (dtype == FP16) store_as<Float16>(c, row, rows, col, cols);
   }
 
  private:
-  static constexpr int64_t COLS = Micro::COLS;
+  static constexpr int64_t ROWS = Micro::ROWS, COLS = Micro::COLS;
 
   template <class Out>
-  void put(float* result, int64_t at, int64_t cols) const {
-    typename Out::type* to = static_cast<typename Out::type*>(out) + at;
-    if (accumulate)
-      for (int64_t n = 0; n < cols; ++n) result[n] += Out::load(to[n]);
-    if (cols == COLS)  // a number that the compiler knows
-      for (int64_t n = 0; n < COLS; ++n) to[n] = Out::store(result[n]);
-    else
-      for (int64_t n = 0; n < cols; ++n) to[n] = Out::store(result[n]);
+  void store_as(const float* c, int64_t row, int64_t rows, int64_t col, int64_t cols) const {
+    alignas(64) float down[ROWS], across[COLS] = {}, added[COLS] = {};
+    if (tile) std::fill(down, down + rows, 1.0f), std::fill(across, across + cols, 1.0f);
+    else left.read(row, rows, 0, down), right.read(col, cols, 0, across);
+    if (bias) std::copy(bias + col, bias + col + cols, added);
+    auto* to = static_cast<typename Out::type*>(out) + row * out_stride + col;
+    for (int64_t r = 0; r < rows; ++r, c += COLS, to += out_stride) {
+      alignas(64) float result[COLS];
+      for (int64_t n = 0; n < COLS; ++n) result[n] = c[n] * (down[r] * across[n]);
+      if (bias)
+        for (int64_t n = 0; n < COLS; ++n) result[n] += added[n];
+      if (accumulate)
+        for (int64_t n = 0; n < cols; ++n) result[n] += Out::load(to[n]);
+      if (cols == COLS)  // a number that the compiler knows
+        for (int64_t n = 0; n < COLS; ++n) to[n] = Out::store(result[n]);
+      else
+        for (int64_t n = 0; n < cols; ++n) to[n] = Out::store(result[n]);
+    }
   }
 };
 

@@ -2,13 +2,20 @@
 //
 //   C[m, n] = sum_k left[m, k] * right[k, n]        FP32 sums; what becomes of C is up to `Finish`
 //
-// Three levels. A block of C, MOST_ROWS x MOST_COLS, is computed for a chunk of K after the other: all threads pack the
-// chunk of both operands into panels, then share the tiles of the block. A tile, ROWS x COLS, is one panel times
-// another, computed in registers by `Micro`. Sums of a chunk are added to C one by one, which keeps the error of long
-// sums small: it grows with the root of CHUNK, not of K. No element depends on how many threads there are.
+// Three levels. A block of C, MOST_ROWS x MOST_COLS, is computed for DEPTH k's after the other: both operands are packed
+// into panels, then come the tiles of the block, strip after strip of left panels that stay in L2. A tile, ROWS x COLS,
+// is one panel times another, computed in registers by `Micro`. Sums of CHUNK k's are added up one by one, which keeps the
+// error of long sums small: it grows with the root of CHUNK, not of K. No element depends on how many threads there are.
 //
-//   Micro   ROWS, COLS, STEP (k's taken at once), CHUNK, MOST_ROWS, MOST_COLS; Element, what panels are made of;
-//           Session, made by each thread; run(steps, left panel, right panel, rows, sums[ROWS][COLS])
+// Threads have parts of C of their own, and pack what they need by themselves, though neighbours pack some of it too: a
+// panel that another core has written comes from its cache, and where the two have no cache in common (two CCXs of an
+// AMD processor, two sockets) waiting for it takes longer than packing. On such cores gemms of 1024 x 512 x 512 took
+// 1.3 times as long with shared panels; on cores that share a cache 1.01 times as long without. Where a Micro multiplies
+// so fast that packing is a third of the time (AMX), threads share panels all the same: SHARES_PANELS.
+//
+//   Micro   ROWS, COLS, STEP (k's taken at once), CHUNK, DEPTH, MOST_ROWS, MOST_COLS, STRIP (bytes), SHARES_PANELS;
+//           Element, what panels are made of; Session, made by each thread;
+//           run(steps, left panel, right panel, rows, sums[ROWS][COLS], add): sums = or += the product of the panels
 //   Left    pack(row, rows, k, count, to): a panel of ROWS rows, zeros behind `rows` and behind `count`
 //   Right   pack(col, cols, k, count, to): a panel of COLS columns
 //   Finish  tile: 0, or how many k's share a scale; add(sums, c, row, col, k): c += scaled sums of such a tile;
@@ -56,39 +63,86 @@ class Scratch {
   size_t size_ = 0;
 };
 
+struct Range {
+  int64_t first, last;
+  int64_t size() const { return last - first; }
+  Range share(int64_t part, int64_t parts) const { return {first + size() * part / parts, first + size() * (part + 1) / parts}; }
+};
+
+// How threads divide C between them: `up` x `across` parts.
+struct Grid {
+  int64_t up, across;
+
+  // The one whose largest part takes the least time: an element that is packed takes as long as 16 products.
+  static Grid of(int64_t threads, int64_t rows, int64_t cols) {
+    Grid best{threads, 1};
+    int64_t least = INT64_MAX;
+    for (int64_t across = 1; across <= threads; ++across) {
+      if (threads % across) continue;
+      const int64_t high = ceil_div(rows, threads / across), wide = ceil_div(cols, across);
+      const int64_t time = high * wide + 16 * (high + wide);
+      if (time < least) best = {threads / across, across}, least = time;
+    }
+    return best;
+  }
+};
+
 template <class Micro, class Left, class Right, class Finish>
 class Gemm {
   using Element = typename Micro::Element;
-  static constexpr int64_t ROWS = Micro::ROWS, COLS = Micro::COLS, STEP = Micro::STEP, CHUNK = Micro::CHUNK;
+  static constexpr int64_t ROWS = Micro::ROWS, COLS = Micro::COLS, STEP = Micro::STEP;
+  static constexpr int64_t CHUNK = Micro::CHUNK, DEPTH = Micro::DEPTH;
+  static_assert(DEPTH % CHUNK == 0 && CHUNK % STEP == 0);
 
  public:
   Gemm(int64_t m, int64_t n, int64_t k, const Left& left, const Right& right, const Finish& finish)
-      : m_(m), n_(n), k_(k), left_(left), right_(right), finish_(finish) {}
+      : m_(m), n_(n), k_(k), depth_(std::min(DEPTH, ceil_div(std::max<int64_t>(k, 1), STEP) * STEP)), left_(left), right_(right), finish_(finish) {}
 
-  void run(int wanted_threads) {
+  void run(int wanted_threads) const {
     if (m_ == 0 || n_ == 0) return;
-    const int64_t most_cols = k_ > CHUNK ? Micro::MOST_COLS : 2 * Micro::MOST_COLS;  // there are no sums to keep
-    const int64_t rows = block_size(m_, ROWS, Micro::MOST_ROWS), cols = block_size(n_, COLS, most_cols);
-    const int64_t depth = std::min<int64_t>(CHUNK, ceil_div(k_, STEP) * STEP);
-    depth_ = depth;
-    const size_t for_left = size_t(rows * depth) * sizeof(Element), for_right = size_t(cols * depth) * sizeof(Element);
-    const size_t for_c = k_ > CHUNK ? size_t(rows * cols) * sizeof(float) : 0;
-    static thread_local Scratch scratch;
-    char* memory = scratch.at_least(for_left + for_right + for_c + 192);
-    panels_left_ = reinterpret_cast<Element*>(memory);
-    panels_right_ = reinterpret_cast<Element*>(memory + (for_left + 63) / 64 * 64);
-    c_ = for_c ? reinterpret_cast<float*>(memory + (for_left + 63) / 64 * 64 + (for_right + 63) / 64 * 64) : nullptr;
-
-    const int threads = usable_threads(wanted_threads, ceil_div(rows, ROWS) * ceil_div(cols, COLS));
-    if (threads == 1) {
-      work(0, 1, rows, cols);
-      return;
-    }
+    const int64_t up = ceil_div(m_, ROWS), across = ceil_div(n_, COLS);
+    const int threads = usable_threads(wanted_threads, up * across);
+    if (threads == 1) return part({0, m_}, {0, n_}, blocks(m_, n_), {0, 1});
+    if constexpr (Micro::SHARES_PANELS) {
+      const Blocks shared = blocks(m_, n_);
 #pragma omp parallel num_threads(threads)
-    work(omp_get_thread_num(), omp_get_num_threads(), rows, cols);
+      part({0, m_}, {0, n_}, shared, {omp_get_thread_num(), omp_get_num_threads()});
+    } else {
+#pragma omp parallel num_threads(threads)
+      {
+        const int64_t thread = omp_get_thread_num();
+        const Grid grid = Grid::of(omp_get_num_threads(), m_, n_);
+        const Range i = Range{0, up}.share(thread / grid.across, grid.up);
+        const Range j = Range{0, across}.share(thread % grid.across, grid.across);
+        const Range rows{i.first * ROWS, std::min(i.last * ROWS, m_)}, cols{j.first * COLS, std::min(j.last * COLS, n_)};
+        if (rows.size() > 0 && cols.size() > 0) part(rows, cols, blocks(rows.size(), cols.size()), {0, 1});
+      }
+    }
   }
 
  private:
+  struct Team { int64_t thread, threads; };  // that share panels
+  struct Blocks {
+    int64_t rows, cols;  // at most
+    Element *left, *right;
+    float* c;  // sums that wait for the next DEPTH k's
+
+    Element* left_panel(int64_t i, int64_t depth) const { return left + i * ROWS * depth; }
+    Element* right_panel(int64_t j, int64_t depth) const { return right + j * COLS * depth; }
+  };
+
+  // Sizes of blocks for a part of C, and memory for their panels.
+  Blocks blocks(int64_t rows, int64_t cols) const {
+    const bool once = k_ <= DEPTH;  // there are no sums to keep
+    rows = block_size(rows, ROWS, Micro::MOST_ROWS), cols = block_size(cols, COLS, (once ? 2 : 1) * Micro::MOST_COLS);
+    const int64_t for_left = lines(rows * depth_ * sizeof(Element)), for_right = lines(cols * depth_ * sizeof(Element));
+    static thread_local Scratch scratch;
+    char* memory = scratch.at_least(size_t(for_left + for_right + (once ? 0 : rows * cols * int64_t(sizeof(float)))));
+    return {rows, cols, reinterpret_cast<Element*>(memory), reinterpret_cast<Element*>(memory + for_left),
+            once ? nullptr : reinterpret_cast<float*>(memory + for_left + for_right)};
+  }
+  static int64_t lines(int64_t bytes) { return ceil_div(bytes, 64) * 64; }
+
   // Blocks of equal size, a quarter above `most` at the most: a few rows left over would cost the other operand's panels
   // once more.
   static int64_t block_size(int64_t size, int64_t unit, int64_t most) {
@@ -97,73 +151,74 @@ class Gemm {
     return ceil_div(panels, blocks) * unit;
   }
 
-  void work(int thread, int threads, int64_t most_rows, int64_t most_cols) {
+  void part(Range rows, Range cols, const Blocks& blocks, Team team) const {
     typename Micro::Session session;
-    for (int64_t row = 0; row < m_; row += most_rows)
-      for (int64_t col = 0; col < n_; col += most_cols)
-        block(row, std::min(most_rows, m_ - row), col, std::min(most_cols, n_ - col), thread, threads);
+    for (int64_t row = rows.first; row < rows.last; row += blocks.rows)
+      for (int64_t col = cols.first; col < cols.last; col += blocks.cols)
+        block({row, std::min(row + blocks.rows, rows.last)}, {col, std::min(col + blocks.cols, cols.last)}, blocks, team);
   }
 
-  void block(int64_t row, int64_t rows, int64_t col, int64_t cols, int thread, int threads) {
-    const int64_t up = ceil_div(rows, ROWS), across = ceil_div(cols, COLS);
-    const int64_t first = up * across * thread / threads, last = up * across * (thread + 1) / threads;
+  void block(Range rows, Range cols, const Blocks& blocks, Team team) const {
+    const int64_t up = ceil_div(rows.size(), ROWS), across = ceil_div(cols.size(), COLS);
+    const int64_t strip = std::max<int64_t>(1, Micro::STRIP / (ROWS * depth_ * int64_t(sizeof(Element))));
+    const Range tiles = Range{0, up * across}.share(team.thread, team.threads);
     int64_t k = 0;
     do {  // once at least: of an empty sum there is a result too
-      const int64_t count = std::min(CHUNK, k_ - k);
-      for (int64_t panel = thread; panel < up; panel += threads)
-        left_.pack(row + panel * ROWS, std::min(ROWS, rows - panel * ROWS), k, count, left_panel(panel));
-      for (int64_t panel = thread; panel < across; panel += threads)
-        right_.pack(col + panel * COLS, std::min(COLS, cols - panel * COLS), k, count, right_panel(panel));
-      wait(threads);
-      for (int64_t tile = first; tile < last; ++tile) {
-        const int64_t i = tile % up, j = tile / up;  // down the columns: the right panel stays in the nearest cache
-        compute(i, j, tile, row, std::min(ROWS, rows - i * ROWS), col, std::min(COLS, cols - j * COLS), k, count);
+      const int64_t count = std::min(DEPTH, k_ - k);
+      for (int64_t i = team.thread; i < up; i += team.threads)
+        left_.pack(rows.first + i * ROWS, std::min(ROWS, rows.size() - i * ROWS), k, count, blocks.left_panel(i, depth_));
+      for (int64_t j = team.thread; j < across; j += team.threads)
+        right_.pack(cols.first + j * COLS, std::min(COLS, cols.size() - j * COLS), k, count, blocks.right_panel(j, depth_));
+      wait(team);
+      for (int64_t tile = tiles.first; tile < tiles.last; ++tile) {  // down a strip, one column after the other
+        const int64_t top = tile / (strip * across) * strip, high = std::min(strip, up - top), in_strip = tile - top * across;
+        const int64_t i = top + in_strip % high, j = in_strip / high;
+        const Range tile_rows{rows.first + i * ROWS, std::min(rows.first + (i + 1) * ROWS, rows.last)};
+        const Range tile_cols{cols.first + j * COLS, std::min(cols.first + (j + 1) * COLS, cols.last)};
+        float* c = blocks.c ? blocks.c + tile * ROWS * COLS : nullptr;
+        compute(blocks.left_panel(i, depth_), blocks.right_panel(j, depth_), tile_rows, tile_cols, k, count, c);
       }
-      wait(threads);
-      k += CHUNK;
+      wait(team);
+      k += DEPTH;
     } while (k < k_);
   }
 
-  void compute(int64_t i, int64_t j, int64_t tile, int64_t row, int64_t rows, int64_t col, int64_t cols, int64_t k, int64_t count) {
-    alignas(64) float sums[ROWS * COLS];
-    alignas(64) float scaled[ROWS * COLS];
-    const Element *left = left_panel(i), *right = right_panel(j);
-    const bool is_first = k == 0, is_last = k + CHUNK >= k_;
-    if (is_last) finish_.expect(row + i * ROWS, rows, col + j * COLS, cols);
-    float* c = c_ ? c_ + tile * ROWS * COLS : nullptr;
-    const float* sum = sums;
+  void compute(const Element* left, const Element* right, Range rows, Range cols, int64_t k, int64_t count, float* c) const {
+    alignas(64) float here[ROWS * COLS];
+    c = c ? c : here;
+    const bool is_first = k == 0, is_last = k + DEPTH >= k_;
+    if (is_last) finish_.expect(rows.first, rows.size(), cols.first, cols.size());
     if (finish_.tile) {
-      c = c ? c : scaled;
-      if (is_first) std::memset(c, 0, sizeof(float) * ROWS * COLS);
+      alignas(64) float sums[ROWS * COLS];
+      if (is_first) std::memset(c, 0, sizeof here);
       for (int64_t at = 0; at < count; at += finish_.tile) {
-        Micro::run(ceil_div(std::min<int64_t>(finish_.tile, count - at), STEP), left + at * ROWS, right + at * COLS, int(rows), sums);
-        finish_.add(sums, c, row + i * ROWS, rows, col + j * COLS, cols, k + at);
+        multiply(left, right, at, std::min<int64_t>(finish_.tile, count - at), rows, sums, false);
+        finish_.add(sums, c, rows.first, rows.size(), cols.first, cols.size(), k + at);
       }
-      sum = c;
     } else {
-      Micro::run(ceil_div(count, STEP), left, right, int(rows), sums);
-      if (c && !is_first) for (int64_t x = 0; x < rows * COLS; ++x) sums[x] += c[x];
-      if (c && !is_last) std::memcpy(c, sums, sizeof(float) * rows * COLS);
+      int64_t at = 0;
+      do {
+        multiply(left, right, at, std::min(CHUNK, count - at), rows, c, !is_first || at > 0);
+        at += CHUNK;
+      } while (at < count);
     }
-    if (is_last) finish_.store(sum, row + i * ROWS, rows, col + j * COLS, cols);
+    if (is_last) finish_.store(c, rows.first, rows.size(), cols.first, cols.size());
   }
 
-  Element* left_panel(int64_t i) const { return panels_left_ + i * ROWS * depth_; }
-  Element* right_panel(int64_t j) const { return panels_right_ + j * COLS * depth_; }
+  static void multiply(const Element* left, const Element* right, int64_t at, int64_t count, Range rows, float* sums, bool add) {
+    Micro::run(ceil_div(count, STEP), left + at * ROWS, right + at * COLS, int(rows.size()), sums, add);
+  }
 
-  static void wait(int threads) {
-    if (threads > 1) {
+  static void wait(Team team) {
+    if (team.threads > 1) {
 #pragma omp barrier
     }
   }
 
-  const int64_t m_, n_, k_;
+  const int64_t m_, n_, k_, depth_;
   const Left& left_;
   const Right& right_;
   const Finish& finish_;
-  int64_t depth_ = 0;
-  Element *panels_left_ = nullptr, *panels_right_ = nullptr;
-  float* c_ = nullptr;
 };
 
 }  // namespace fp8

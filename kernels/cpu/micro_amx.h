@@ -23,8 +23,10 @@ namespace fp8 {
 struct MicroAmx {
   using Element = uint16_t;
   static constexpr int64_t ROWS = 32, COLS = 32, STEP = 32;
-  static constexpr int64_t CHUNK = 512;  // a right panel is 32 KB: it stays in L1 while left panels pass by
+  static constexpr int64_t CHUNK = 512, DEPTH = CHUNK;  // a right panel is 32 KB: it stays in L1 while left panels pass by
   static constexpr int64_t MOST_ROWS = 1024, MOST_COLS = 1024;
+  static constexpr int64_t STRIP = int64_t(1) << 30;  // all of them
+  static constexpr bool SHARES_PANELS = true;
 
   // Tile registers belong to a thread: each configures its own, and gives them back.
   struct Session {
@@ -46,10 +48,18 @@ struct MicroAmx {
 #endif
   }
 
-  static void run(int64_t steps, const Element* left, const Element* right, int rows, float* sums) {
+  static void run(int64_t steps, const Element* left, const Element* right, int rows, float* sums, bool add) {
+    alignas(64) float fresh[ROWS * COLS];
+    multiply(steps, left, right, rows > 16, add ? fresh : sums);
+    if (add)
+      for (int64_t x = 0; x < rows * COLS; ++x) sums[x] += fresh[x];
+  }
+
+ private:
+  static void multiply(int64_t steps, const Element* left, const Element* right, bool both, float* sums) {
     _tile_zero(0);
     _tile_zero(1);
-    if (rows <= 16) {
+    if (!both) {
       for (int64_t step = 0; step < steps; ++step, left += ROWS * STEP, right += COLS * STEP) {
         _tile_loadd(4, left, 64);
         _tile_loadd(6, right, 128);

@@ -14,20 +14,22 @@ namespace fp8 {
 struct MicroBf16 {
   using Element = uint16_t;
   static constexpr int64_t ROWS = 12, COLS = 32, STEP = 32;
-  static constexpr int64_t CHUNK = 512;
-  static constexpr int64_t MOST_ROWS = 504, MOST_COLS = 1024;
+  static constexpr int64_t CHUNK = 512, DEPTH = 2048;
+  static constexpr int64_t MOST_ROWS = 1008, MOST_COLS = 1024;
+  static constexpr int64_t STRIP = 600 << 10;  // of an L2 of 1 MB; a right panel passes by
+  static constexpr bool SHARES_PANELS = false;
   struct Session {};
 
-  static void run(int64_t steps, const Element* left, const Element* right, int rows, float* sums) {
-    if (rows > 8) sized<12>(steps, left, right, sums);
-    else if (rows > 4) sized<8>(steps, left, right, sums);
-    else if (rows > 1) sized<4>(steps, left, right, sums);
-    else sized<1>(steps, left, right, sums);
+  static void run(int64_t steps, const Element* left, const Element* right, int rows, float* sums, bool add) {
+    if (rows > 8) sized<12>(steps, left, right, sums, add);
+    else if (rows > 4) sized<8>(steps, left, right, sums, add);
+    else if (rows > 1) sized<4>(steps, left, right, sums, add);
+    else sized<1>(steps, left, right, sums, add);
   }
 
  private:
   template <int R>
-  static void sized(int64_t steps, const Element* left, const Element* right, float* sums) {
+  static void sized(int64_t steps, const Element* left, const Element* right, float* sums, bool add) {
     __m512 sum[R][2];
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) sum[r][0] = sum[r][1] = _mm512_setzero_ps();
@@ -43,6 +45,13 @@ struct MicroBf16 {
           sum[r][1] = _mm512_dpbf16_ps(sum[r][1], a, b1);
         }
       }
+    if (add) {
+#pragma GCC unroll 12
+      for (int r = 0; r < R; ++r) {
+        sum[r][0] = _mm512_add_ps(sum[r][0], _mm512_load_ps(sums + r * COLS));
+        sum[r][1] = _mm512_add_ps(sum[r][1], _mm512_load_ps(sums + r * COLS + 16));
+      }
+    }
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) {
       _mm512_store_ps(sums + r * COLS, sum[r][0]);

@@ -19,14 +19,16 @@ struct MicroFp32 {
 #endif
   using Element = float;
   static constexpr int64_t ROWS = ROWS_, COLS = 2 * WIDTH, STEP = 32;
-  static constexpr int64_t CHUNK = 256;  // a right panel is 32 KB at the most
-  static constexpr int64_t MOST_ROWS = 504, MOST_COLS = 512;
+  static constexpr int64_t CHUNK = 256, DEPTH = 1024;
+  static constexpr int64_t MOST_ROWS = 1008, MOST_COLS = 512;
+  static constexpr int64_t STRIP = 256 << 10;  // of an L2 that may have no more than 512 KB
+  static constexpr bool SHARES_PANELS = false;
   struct Session {};
 
-  static void run(int64_t steps, const Element* left, const Element* right, int rows, float* sums) {
-    if (rows > ROWS / 2) sized<ROWS>(steps, left, right, sums);
-    else if (rows > 1) sized<ROWS / 2>(steps, left, right, sums);
-    else sized<1>(steps, left, right, sums);
+  static void run(int64_t steps, const Element* left, const Element* right, int rows, float* sums, bool add) {
+    if (rows > ROWS / 2) sized<ROWS>(steps, left, right, sums, add);
+    else if (rows > 1) sized<ROWS / 2>(steps, left, right, sums, add);
+    else sized<1>(steps, left, right, sums, add);
   }
 
  private:
@@ -35,7 +37,7 @@ struct MicroFp32 {
   static Vector load(const float* from) { Vector v; std::memcpy(&v, from, sizeof v); return v; }
 
   template <int R>
-  static void sized(int64_t steps, const Element* left, const Element* right, float* sums) {
+  static void sized(int64_t steps, const Element* left, const Element* right, float* sums, bool add) {
     Vector sum[R][2] = {};
     for (int64_t step = 0; step < steps; ++step, left += ROWS * STEP)
       for (int k = 0; k < STEP; ++k, right += COLS) {
@@ -47,6 +49,8 @@ struct MicroFp32 {
           sum[r][1] += a * b1;
         }
       }
+    if (add)
+      for (int r = 0; r < R; ++r) sum[r][0] += load(sums + r * COLS), sum[r][1] += load(sums + r * COLS + WIDTH);
     for (int r = 0; r < R; ++r) std::memcpy(sums + r * COLS, sum[r], sizeof sum[r]);
   }
 };
