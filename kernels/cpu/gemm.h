@@ -66,7 +66,10 @@ class Scratch {
 struct Range {
   int64_t first, last;
   int64_t size() const { return last - first; }
-  Range share(int64_t part, int64_t parts) const { return {first + size() * part / parts, first + size() * (part + 1) / parts}; }
+  Range share(int64_t part, int64_t parts) const {
+    return {first + size() * part / parts, first + size() * (part + 1) / parts};
+  }
+  Range panel(int64_t i, int64_t wide) const { return {first + i * wide, std::min(first + (i + 1) * wide, last)}; }
 };
 
 // How threads divide C between them: `up` x `across` parts.
@@ -96,7 +99,8 @@ class Gemm {
 
  public:
   Gemm(int64_t m, int64_t n, int64_t k, const Left& left, const Right& right, const Finish& finish)
-      : m_(m), n_(n), k_(k), depth_(std::min(DEPTH, ceil_div(std::max<int64_t>(k, 1), STEP) * STEP)), left_(left), right_(right), finish_(finish) {}
+      : m_(m), n_(n), k_(k), depth_(std::min(DEPTH, ceil_div(std::max<int64_t>(k, 1), STEP) * STEP)),
+        left_(left), right_(right), finish_(finish) {}
 
   void run(int wanted_threads) const {
     if (m_ == 0 || n_ == 0) return;
@@ -126,9 +130,6 @@ class Gemm {
     int64_t rows, cols;  // at most
     Element *left, *right;
     float* c;  // sums that wait for the next DEPTH k's
-
-    Element* left_panel(int64_t i, int64_t depth) const { return left + i * ROWS * depth; }
-    Element* right_panel(int64_t j, int64_t depth) const { return right + j * COLS * depth; }
   };
 
   // Sizes of blocks for a part of C, and memory for their panels.
@@ -160,30 +161,45 @@ class Gemm {
 
   void block(Range rows, Range cols, const Blocks& blocks, Team team) const {
     const int64_t up = ceil_div(rows.size(), ROWS), across = ceil_div(cols.size(), COLS);
-    const int64_t strip = std::max<int64_t>(1, Micro::STRIP / (ROWS * depth_ * int64_t(sizeof(Element))));
-    const Range tiles = Range{0, up * across}.share(team.thread, team.threads);
     int64_t k = 0;
     do {  // once at least: of an empty sum there is a result too
-      const int64_t count = std::min(DEPTH, k_ - k);
-      for (int64_t i = team.thread; i < up; i += team.threads)
-        left_.pack(rows.first + i * ROWS, std::min(ROWS, rows.size() - i * ROWS), k, count, blocks.left_panel(i, depth_));
-      for (int64_t j = team.thread; j < across; j += team.threads)
-        right_.pack(cols.first + j * COLS, std::min(COLS, cols.size() - j * COLS), k, count, blocks.right_panel(j, depth_));
-      wait(team);
-      for (int64_t tile = tiles.first; tile < tiles.last; ++tile) {  // down a strip, one column after the other
-        const int64_t top = tile / (strip * across) * strip, high = std::min(strip, up - top), in_strip = tile - top * across;
-        const int64_t i = top + in_strip % high, j = in_strip / high;
-        const Range tile_rows{rows.first + i * ROWS, std::min(rows.first + (i + 1) * ROWS, rows.last)};
-        const Range tile_cols{cols.first + j * COLS, std::min(cols.first + (j + 1) * COLS, cols.last)};
-        float* c = blocks.c ? blocks.c + tile * ROWS * COLS : nullptr;
-        compute(blocks.left_panel(i, depth_), blocks.right_panel(j, depth_), tile_rows, tile_cols, k, count, c);
+      const auto pack_left = [&](int64_t i) {
+        const Range panel = rows.panel(i, ROWS);
+        left_.pack(panel.first, panel.size(), k, std::min(DEPTH, k_ - k), blocks.left + i * ROWS * depth_);
+      };
+      const auto pack_right = [&](int64_t j) {
+        const Range panel = cols.panel(j, COLS);
+        right_.pack(panel.first, panel.size(), k, std::min(DEPTH, k_ - k), blocks.right + j * COLS * depth_);
+      };
+      const auto tile = [&](int64_t i, int64_t j) {
+        float* c = blocks.c ? blocks.c + (i * across + j) * ROWS * COLS : nullptr;
+        const Element *left = blocks.left + i * ROWS * depth_, *right = blocks.right + j * COLS * depth_;
+        compute(left, right, rows.panel(i, ROWS), cols.panel(j, COLS), k, c);
+      };
+      if constexpr (Micro::SHARES_PANELS) {
+        for (int64_t i = team.thread; i < up; i += team.threads) pack_left(i);
+        for (int64_t j = team.thread; j < across; j += team.threads) pack_right(j);
+        wait(team);
+        const Range tiles = Range{0, up * across}.share(team.thread, team.threads);
+        for (int64_t at = tiles.first; at < tiles.last; ++at) tile(at % up, at / up);
+        wait(team);
+      } else {  // what is packed is used before it leaves the cache
+        const int64_t strip = std::max<int64_t>(1, Micro::STRIP / (ROWS * depth_ * int64_t(sizeof(Element))));
+        for (int64_t top = 0; top < up; top += strip) {
+          const int64_t bottom = std::min(top + strip, up);
+          for (int64_t i = top; i < bottom; ++i) pack_left(i);
+          for (int64_t j = 0; j < across; ++j) {
+            if (top == 0) pack_right(j);
+            for (int64_t i = top; i < bottom; ++i) tile(i, j);
+          }
+        }
       }
-      wait(team);
       k += DEPTH;
     } while (k < k_);
   }
 
-  void compute(const Element* left, const Element* right, Range rows, Range cols, int64_t k, int64_t count, float* c) const {
+  void compute(const Element* left, const Element* right, Range rows, Range cols, int64_t k, float* c) const {
+    const int64_t count = std::min(DEPTH, k_ - k);
     alignas(64) float here[ROWS * COLS];
     c = c ? c : here;
     const bool is_first = k == 0, is_last = k + DEPTH >= k_;
@@ -205,7 +221,8 @@ class Gemm {
     if (is_last) finish_.store(c, rows.first, rows.size(), cols.first, cols.size());
   }
 
-  static void multiply(const Element* left, const Element* right, int64_t at, int64_t count, Range rows, float* sums, bool add) {
+  static void multiply(
+      const Element* left, const Element* right, int64_t at, int64_t count, Range rows, float* sums, bool add) {
     Micro::run(ceil_div(count, STEP), left + at * ROWS, right + at * COLS, int(rows.size()), sums, add);
   }
 

@@ -25,7 +25,6 @@ struct MicroAmx {
   static constexpr int64_t ROWS = 32, COLS = 32, STEP = 32;
   static constexpr int64_t CHUNK = 512, DEPTH = CHUNK;  // a right panel is 32 KB: it stays in L1 while left panels pass by
   static constexpr int64_t MOST_ROWS = 1024, MOST_COLS = 1024;
-  static constexpr int64_t STRIP = int64_t(1) << 30;  // all of them
   static constexpr bool SHARES_PANELS = true;
 
   // Tile registers belong to a thread: each configures its own, and gives them back.

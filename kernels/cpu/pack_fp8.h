@@ -65,6 +65,7 @@ struct Bytes {
 struct Values {
   alignas(64) float as_fp32[256];
   alignas(64) uint16_t as_bf16[128];  // of the magnitudes; exact
+  alignas(64) uint8_t bf16_bytes[2][128];  // the same, lower bytes and higher ones
 
   static const Values& of(bool e5m2) {
     static const Values e4m3_values(E4M3::decode), e5m2_values(E5M2::decode);
@@ -74,7 +75,10 @@ struct Values {
  private:
   explicit Values(float (*decode)(uint8_t)) {
     for (int code = 0; code < 256; ++code) as_fp32[code] = decode(uint8_t(code));
-    for (int code = 0; code < 128; ++code) as_bf16[code] = uint16_t(bits(as_fp32[code]) >> 16);
+    for (int code = 0; code < 128; ++code) {
+      as_bf16[code] = uint16_t(bits(as_fp32[code]) >> 16);
+      bf16_bytes[0][code] = uint8_t(as_bf16[code]), bf16_bytes[1][code] = uint8_t(as_bf16[code] >> 8);
+    }
   }
 };
 
@@ -91,24 +95,133 @@ inline __m512i to_bf16(const Values& values, __m256i codes) {
 }
 inline __m256i load32(const uint8_t* codes) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes)); }
 
+#if defined(__AVX512VBMI__)
+// Where ByteTables finds the codes of two lines of 32 that it puts side by side.
+struct Interleaved {
+  alignas(64) uint8_t at[64] = {};
+  constexpr Interleaved() {
+    for (int i = 0; i < 64; ++i) {
+      const int number = i / 16 * 8 + i % 8 + (i % 16 < 8 ? 0 : 32);
+      at[i] = uint8_t(number % 2 * 32 + number / 2);
+    }
+  }
+};
+constexpr Interleaved INTERLEAVED;
+
+// 64 codes to bf16: each number's two bytes by a table of bytes, twice as fast as the numbers by one of words.
+class ByteTables {
+ public:
+  explicit ByteTables(const Values& values) {
+    for (int byte = 0; byte < 2; ++byte)
+      for (int half = 0; half < 2; ++half) table_[byte][half] = _mm512_load_si512(values.bf16_bytes[byte] + 64 * half);
+  }
+
+  // Codes in order, in two halves.
+  void decode(__m256i first, __m256i second, uint16_t* to) const {
+    decode(_mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1), to);
+  }
+  void decode(__m512i codes, uint16_t* to) const {
+    decode_arranged(_mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), codes), to);
+  }
+  // Two lines of codes, interleaved.
+  void interleave(__m256i first, __m256i second, uint16_t* to) const {
+    const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
+    decode_arranged(_mm512_permutexvar_epi8(_mm512_load_si512(INTERLEAVED.at), both), to);
+  }
+
+ private:
+  // Codes 0-7, 32-39, 8-15, 40-47 and so on: what the instructions that put bytes side by side bring into order.
+  void decode_arranged(__m512i codes, uint16_t* to) const {
+    const __m512i low = _mm512_permutex2var_epi8(table_[0][0], codes, table_[0][1]);
+    const __m512i magnitude = _mm512_permutex2var_epi8(table_[1][0], codes, table_[1][1]);
+    const __m512i high = _mm512_ternarylogic_epi32(magnitude, codes, _mm512_set1_epi8(int8_t(0x80)), 0xf8);  // | sign
+    _mm512_storeu_si512(to, _mm512_unpacklo_epi8(low, high));
+    _mm512_storeu_si512(to + 32, _mm512_unpackhi_epi8(low, high));
+  }
+
+  __m512i table_[2][2];
+};
+
+// Pairs of bytes of 32 columns, each of 16 pairs: one pair of all columns after the other.
+inline void transpose_pairs(const uint8_t* from, int64_t stride, __m512i (&to)[16]) {
+  __m512i lanes[2][8];  // of eight columns each: pairs w and w + 8 of columns 0-7, then of columns 8-15
+#pragma GCC unroll 2
+  for (int half = 0; half < 2; ++half) {
+    const uint8_t* first = from + 16 * half * stride;
+    __m512i a[8], b[8];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i)
+      a[i] = _mm512_inserti64x4(_mm512_castsi256_si512(load32(first + i * stride)), load32(first + (i + 8) * stride), 1);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i)
+      b[i] = _mm512_unpacklo_epi16(a[2 * i], a[2 * i + 1]), b[i + 4] = _mm512_unpackhi_epi16(a[2 * i], a[2 * i + 1]);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i)
+      a[2 * i] = _mm512_unpacklo_epi32(b[2 * i], b[2 * i + 1]), a[2 * i + 1] = _mm512_unpackhi_epi32(b[2 * i], b[2 * i + 1]);
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; ++i)  // a: pairs 4i, 4i + 1 and 4i + 2, 4i + 3 of columns 0-3, the same of columns 4-7
+#pragma GCC unroll 2
+      for (int j = 0; j < 2; ++j) {
+        lanes[half][4 * i + 2 * j] = _mm512_unpacklo_epi64(a[4 * i + j], a[4 * i + j + 2]);
+        lanes[half][4 * i + 2 * j + 1] = _mm512_unpackhi_epi64(a[4 * i + j], a[4 * i + j + 2]);
+      }
+  }
+#pragma GCC unroll 8
+  for (int w = 0; w < 8; ++w) {
+    to[w] = _mm512_shuffle_i64x2(lanes[0][w], lanes[1][w], 0x88);
+    to[w + 8] = _mm512_shuffle_i64x2(lanes[0][w], lanes[1][w], 0xdd);
+  }
+}
+#endif
+
 struct DecodeToBf16 {
+#if defined(__AVX512VBMI__)
+  static constexpr bool TAKES_COLUMNS = true;
+#else
+  static constexpr bool TAKES_COLUMNS = false;
+#endif
+
   static void decode(const Values& values, const uint8_t* codes, int64_t count, uint16_t* to) {  // count: a multiple of 32
     for (int64_t i = 0; i < count; i += 32) _mm512_storeu_si512(to + i, to_bf16(values, load32(codes + i)));
+  }
+  static void decode_rows(const Values& values, const uint8_t* codes, int64_t stride, int64_t rows, uint16_t* to) {  // of 32
+    int64_t row = 0;
+#if defined(__AVX512VBMI__)
+    const ByteTables tables(values);
+    for (; row + 2 <= rows; row += 2, codes += 2 * stride, to += 64) tables.decode(load32(codes), load32(codes + stride), to);
+#endif
+    for (; row < rows; ++row, codes += stride, to += 32) decode(values, codes, 32, to);
   }
   template <int64_t COLS>  // two lines of k at a time, interleaved: [k/2][COLS][2]
   static void decode_lines(const Values& values, const uint8_t* const* lines, int64_t count, uint16_t* to) {
     static_assert(COLS == 32);
+#if defined(__AVX512VBMI__)
+    const ByteTables tables(values);
+    for (int64_t k = 0; k < count; k += 2) tables.interleave(load32(lines[k]), load32(lines[k + 1]), to + k * COLS);
+#else
     for (int64_t k = 0; k < count; k += 2, to += 64) {
       const __m256i first = load32(lines[k]), second = load32(lines[k + 1]);
       const __m256i low = _mm256_unpacklo_epi8(first, second), high = _mm256_unpackhi_epi8(first, second);
       _mm512_store_si512(to, to_bf16(values, _mm256_permute2x128_si256(low, high, 0x20)));
       _mm512_store_si512(to + 32, to_bf16(values, _mm256_permute2x128_si256(low, high, 0x31)));
     }
+#endif
   }
+#if defined(__AVX512VBMI__)
+  // The same from 32 columns of 32 contiguous k's.
+  static void decode_columns(const Values& values, const uint8_t* columns, int64_t stride, uint16_t* to) {
+    const ByteTables tables(values);
+    __m512i pairs[16];
+    transpose_pairs(columns, stride, pairs);
+    for (int pair = 0; pair < 16; ++pair) tables.decode(pairs[pair], to + pair * 64);
+  }
+#endif
 };
 #endif
 
 struct DecodeToFp32 {
+  static constexpr bool TAKES_COLUMNS = false;
+
   static void decode(const Values& values, const uint8_t* codes, int64_t count, float* to) {  // count: a multiple of 8
     int64_t i = 0;
 #if defined(__AVX512BW__)
@@ -122,6 +235,9 @@ struct DecodeToFp32 {
 #endif
     const float* table = values.as_fp32;
     for (; i < count; ++i) to[i] = table[codes[i]];
+  }
+  static void decode_rows(const Values& values, const uint8_t* codes, int64_t stride, int64_t rows, float* to) {  // of 32
+    for (int64_t row = 0; row < rows; ++row) decode(values, codes + row * stride, 32, to + row * 32);
   }
   template <int64_t COLS>  // lines of k as they are: [k][COLS]
   static void decode_lines(const Values& values, const uint8_t* const* lines, int64_t count, float* to) {
@@ -138,15 +254,16 @@ struct PackLeft {
 
   void pack(int64_t row, int64_t rows, int64_t k, int64_t count, typename Micro::Element* to) const {
     constexpr int64_t ROWS = Micro::ROWS, STEP = Micro::STEP;
+    static_assert(STEP == 32);
     for (int64_t at = 0; at < count; at += STEP, to += ROWS * STEP) {
       const uint8_t* from = data + row * row_stride + (k + at) * k_stride;
       const int64_t taken = std::min(STEP, count - at);
       if (k_stride == 1 && taken == STEP) {
-        for (int64_t r = 0; r < rows; ++r) Decode::decode(values, from + r * row_stride, STEP, to + r * STEP);
+        Decode::decode_rows(values, from, row_stride, rows, to);
       } else {
         alignas(64) uint8_t codes[ROWS * STEP] = {};
         Bytes::fetch(from, row_stride, k_stride, rows, taken, rows_in_all - row, codes, STEP);
-        Decode::decode(values, codes, rows * STEP, to);
+        Decode::decode_rows(values, codes, STEP, rows, to);
       }
       if (rows < ROWS) std::memset(to + rows * STEP, 0, (ROWS - rows) * STEP * sizeof *to);
     }
@@ -165,12 +282,18 @@ struct PackRight {
     for (int64_t at = 0; at < count; at += STEP, to += COLS * STEP) {
       const uint8_t* from = data + (k + at) * k_stride + col * col_stride;
       const int64_t taken = std::min(STEP, count - at);
+      const bool whole = cols == COLS && taken == STEP;
+      if constexpr (Decode::TAKES_COLUMNS)
+        if (k_stride == 1 && whole) {
+          Decode::decode_columns(values, from, col_stride, to);
+          continue;
+        }
       const uint8_t* lines[STEP];
       alignas(64) uint8_t codes[STEP * COLS];
-      if (col_stride == 1 && cols == COLS && taken == STEP) {
+      if (col_stride == 1 && whole) {
         for (int64_t i = 0; i < STEP; ++i) lines[i] = from + i * k_stride;
       } else {
-        if (cols < COLS || taken < STEP) std::memset(codes, 0, sizeof codes);
+        if (!whole) std::memset(codes, 0, sizeof codes);
         Bytes::fetch(from, k_stride, col_stride, taken, cols, taken, codes, COLS);
         for (int64_t i = 0; i < STEP; ++i) lines[i] = codes + i * COLS;
       }

@@ -23,7 +23,8 @@ from fp8_compile.kernels.quantize import spread
 FORMATS = (E4M3.dtype, E5M2.dtype)
 LAYOUTS = ("rows", "columns", "strided")
 SCALES = ("tensor", "rows", "tiles")
-RUNNABLE = [one.name for one in isa.ISAS.values() if one.needs <= isa.cpu_features()]
+CHOSEN = "chosen"  # the best that this CPU has, with all that it wants: tables of bytes, where there are instructions
+RUNNABLE = [*(one.name for one in isa.ISAS.values() if one.needs <= isa.cpu_features()), CHOSEN]
 LARGEST_ERROR = 1e-6  # of the whole result, by its norm
 
 
@@ -35,7 +36,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def use(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded = library.load(library.get_cpp_compiler(), isa.ISAS[name])
+    loaded = library.library() if name == CHOSEN else library.load(library.get_cpp_compiler(), isa.ISAS[name])
     if not loaded.fp8_probe():
         pytest.skip(f"this CPU claims {name}, but it does not work here")
     monkeypatch.setattr(scaled_mm, "library", lambda: loaded)
@@ -102,10 +103,18 @@ def test_odd_sizes_need_no_padding(kernels: str, m: int, n: int, k: int) -> None
 
 
 def test_more_than_one_block_of_rows_columns_and_contraction(kernels: str) -> None:
-    size = 300 if kernels == "amx_emulated" else 1100  # the emulation is slow
+    slow = kernels == "amx_emulated"
     for layouts in (("rows", "columns"), ("columns", "rows")):
-        check(size, 140, 600, FORMATS, layouts, "rows")
-        check(140, size, 600, FORMATS, layouts, "tiles")
+        for m, n, k in [(300, 70, 600), (70, 300, 600)] if slow else [(1300, 40, 300), (40, 2700, 300), (40, 1400, 2200)]:
+            for kind in ("rows", "tiles"):
+                check(m, n, k, FORMATS, layouts, kind)
+
+
+def test_parts_of_threads_cover_odd_results_once(kernels: str) -> None:
+    """Few tiles for many threads, and numbers of threads that divide in one way alone."""
+    for (m, n), number in itertools.product([(13, 40), (300, 33), (5, 500)], (2, 3, 4, 7)):
+        with threads(number):
+            check(m, n, 2 * scaled_mm.LEAST_PARALLEL // (m * n) + 33, FORMATS, ("rows", "rows"), "rows")
 
 
 @settings(max_examples=60)
