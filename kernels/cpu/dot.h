@@ -14,15 +14,31 @@
 namespace fp8 {
 
 #if defined(__AVX512BF16__)
-struct DotBf16 {  // 32 products of a column with each row, in bf16 pairs
+struct DotBf16 {  // 64 products of a column with each row, in bf16 pairs
   using Element = uint16_t;
   using Vector = __m512;
   using Decode = DecodeToBf16;
-  using Column = __m512bh;
-  static constexpr int64_t STEP = 32;
-  static Column column(const Values& values, const uint8_t* codes) { return (__m512bh)to_bf16(values, load32(codes)); }
+  struct Column { __m512i half[2]; };
+  static constexpr int64_t STEP = 64;
+
+  // What decodes: tables that stay in registers from column to column.
+#if defined(__AVX512VBMI__)
+  const ByteTables tables;
+  explicit DotBf16(const Values& values) : tables(values) {}
+  Column column(const uint8_t* codes) const {
+    Column decoded;
+    tables.decode(_mm512_loadu_si512(codes), decoded.half[0], decoded.half[1]);
+    return decoded;
+  }
+#else
+  const Values& values;
+  explicit DotBf16(const Values& values) : values(values) {}
+  Column column(const uint8_t* codes) const { return {to_bf16(values, load32(codes)), to_bf16(values, load32(codes + 32))}; }
+#endif
+
   static void add(Vector& sum, const Element* row, const Column& column) {
-    sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_si512(row), column);
+    sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_si512(row), (__m512bh)column.half[0]);
+    sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_si512(row + 32), (__m512bh)column.half[1]);
   }
   static float total(const Vector& sum) { return _mm512_reduce_add_ps(sum); }
 };
@@ -34,7 +50,10 @@ struct DotFp32 {  // 32 products in FP32, in vectors of the compiler's
   typedef float Vector __attribute__((vector_size(64)));
   struct Column { Vector half[2]; };
   static constexpr int64_t STEP = 32;
-  static Column column(const Values& values, const uint8_t* codes) {
+
+  const Values& values;
+  explicit DotFp32(const Values& values) : values(values) {}
+  Column column(const uint8_t* codes) const {
     Column decoded;
     DecodeToFp32::decode(values, codes, STEP, reinterpret_cast<float*>(&decoded));
     return decoded;
@@ -76,12 +95,13 @@ class Dots {
     for (int64_t block = 0; block < blocks; ++block) {
       const int64_t col = block * COLS, cols = std::min(COLS, n - col);
       alignas(64) float sums[ROWS * COLS] = {};
+      const Step step(values);
       for (int64_t c = 0; c < cols; ++c) {
         const uint8_t* column = right + (col + c) * stride;
         if (m == 1)
-          one_column<1>(values, column, k, depth, rows, sums + c);
+          one_column<1>(step, column, k, depth, rows, sums + c);
         else
-          one_column<ROWS>(values, column, k, depth, rows, sums + c);
+          one_column<ROWS>(step, column, k, depth, rows, sums + c);
       }
       finish.store(sums, 0, m, col, cols);
     }
@@ -89,7 +109,7 @@ class Dots {
 
  private:
   template <int R>
-  static void one_column(const Values& values, const uint8_t* column, int64_t k, int64_t depth, const Element* rows, float* sums) {
+  static void one_column(const Step& step, const uint8_t* column, int64_t k, int64_t depth, const Element* rows, float* sums) {
     // Sums in turn, so that an addition need not wait for the one before.
     constexpr int TURNS = R == 1 ? 4 : 2;
     typename Step::Vector sum[R][TURNS] = {};
@@ -97,14 +117,14 @@ class Dots {
     for (; at + TURNS * STEP <= k; at += TURNS * STEP)
 #pragma GCC unroll 4
       for (int turn = 0; turn < TURNS; ++turn) {
-        const typename Step::Column decoded = Step::column(values, column + at + turn * STEP);
+        const typename Step::Column decoded = step.column(column + at + turn * STEP);
 #pragma GCC unroll 4
         for (int r = 0; r < R; ++r) Step::add(sum[r][turn], rows + r * depth + at + turn * STEP, decoded);
       }
     for (; at < k; at += STEP) {
       uint8_t rest[STEP] = {};
       std::memcpy(rest, column + at, std::min(STEP, k - at));
-      const typename Step::Column decoded = Step::column(values, rest);
+      const typename Step::Column decoded = step.column(rest);
       for (int r = 0; r < R; ++r) Step::add(sum[r][0], rows + r * depth + at, decoded);
     }
     for (int r = 0; r < R; ++r) {

@@ -121,22 +121,32 @@ class ByteTables {
     decode(_mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1), to);
   }
   void decode(__m512i codes, uint16_t* to) const {
-    decode_arranged(_mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), codes), to);
+    __m512i numbers[2];
+    decode(codes, numbers[0], numbers[1]);
+    store(numbers, to);
+  }
+  void decode(__m512i codes, __m512i& first, __m512i& second) const {
+    decode_arranged(_mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), codes), first, second);
   }
   // Two lines of codes, interleaved.
   void interleave(__m256i first, __m256i second, uint16_t* to) const {
     const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
-    decode_arranged(_mm512_permutexvar_epi8(_mm512_load_si512(INTERLEAVED.at), both), to);
+    __m512i numbers[2];
+    decode_arranged(_mm512_permutexvar_epi8(_mm512_load_si512(INTERLEAVED.at), both), numbers[0], numbers[1]);
+    store(numbers, to);
   }
 
  private:
   // Codes 0-7, 32-39, 8-15, 40-47 and so on: what the instructions that put bytes side by side bring into order.
-  void decode_arranged(__m512i codes, uint16_t* to) const {
+  void decode_arranged(__m512i codes, __m512i& first, __m512i& second) const {
     const __m512i low = _mm512_permutex2var_epi8(table_[0][0], codes, table_[0][1]);
     const __m512i magnitude = _mm512_permutex2var_epi8(table_[1][0], codes, table_[1][1]);
     const __m512i high = _mm512_ternarylogic_epi32(magnitude, codes, _mm512_set1_epi8(int8_t(0x80)), 0xf8);  // | sign
-    _mm512_storeu_si512(to, _mm512_unpacklo_epi8(low, high));
-    _mm512_storeu_si512(to + 32, _mm512_unpackhi_epi8(low, high));
+    first = _mm512_unpacklo_epi8(low, high), second = _mm512_unpackhi_epi8(low, high);
+  }
+  static void store(const __m512i (&numbers)[2], uint16_t* to) {
+    _mm512_storeu_si512(to, numbers[0]);
+    _mm512_storeu_si512(to + 32, numbers[1]);
   }
 
   __m512i table_[2][2];
