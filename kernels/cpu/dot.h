@@ -109,7 +109,8 @@ class Dots {
 
  private:
   template <int R>
-  static void one_column(const Step& step, const uint8_t* column, int64_t k, int64_t depth, const Element* rows, float* sums) {
+  static void one_column(
+      const Step& step, const uint8_t* column, int64_t k, int64_t depth, const Element* rows, float* sums) {
     // Sums in turn, so that an addition need not wait for the one before.
     constexpr int TURNS = R == 1 ? 4 : 2;
     typename Step::Vector sum[R][TURNS] = {};
@@ -121,11 +122,13 @@ class Dots {
 #pragma GCC unroll 4
         for (int r = 0; r < R; ++r) Step::add(sum[r][turn], rows + r * depth + at + turn * STEP, decoded);
       }
-    for (; at < k; at += STEP) {
+#pragma GCC unroll 4
+    for (int turn = 0; turn < TURNS; ++turn, at += STEP) {
+      if (at >= k) break;
       uint8_t rest[STEP] = {};
       std::memcpy(rest, column + at, std::min(STEP, k - at));
       const typename Step::Column decoded = step.column(rest);
-      for (int r = 0; r < R; ++r) Step::add(sum[r][0], rows + r * depth + at, decoded);
+      for (int r = 0; r < R; ++r) Step::add(sum[r][turn], rows + r * depth + at, decoded);
     }
     for (int r = 0; r < R; ++r) {
       typename Step::Vector all = sum[r][0];

@@ -198,7 +198,8 @@ struct DecodeToBf16 {
     int64_t row = 0;
 #if defined(__AVX512VBMI__)
     const ByteTables tables(values);
-    for (; row + 2 <= rows; row += 2, codes += 2 * stride, to += 64) tables.decode(load32(codes), load32(codes + stride), to);
+    for (; row + 2 <= rows; row += 2, codes += 2 * stride, to += 64)
+      tables.decode(load32(codes), load32(codes + stride), to);
 #endif
     for (; row < rows; ++row, codes += stride, to += 32) decode(values, codes, 32, to);
   }
