@@ -113,6 +113,16 @@ def test_the_percentile_is_computed_without_contracted_products() -> None:
     assert fused == 5 * code.count("v_div_fixup_f32")
 
 
+@each_target
+def test_every_warp_has_read_the_state_before_any_writes_to_it(target: str) -> None:
+    """What several warps need each reads for itself; a late one would find what another has written (triton#1615)."""
+    code = compiled("update_scales", target).asm["ptx" if target.startswith("cuda") else "amdgcn"]
+    kinds = {"read": r"\bld\.global|_load_dword", "wait": r"\bbar\.sync|s_barrier", "write": r"\bst\.global|_store_dword"}
+    order = [kind for line in code.splitlines() for kind, pattern in kinds.items() if re.search(pattern, line)]
+    last_read, first_write = len(order) - 1 - order[::-1].index("read"), order.index("write")
+    assert "wait" in order[last_read:first_write]
+
+
 @pytest.mark.parametrize("target, squeeze", [("cuda:90", {"maxnreg": 32}), ("hip:gfx942", {"waves_per_eu": 8})])
 def test_a_kernel_that_spills_and_stores_narrowly_is_seen_to(target: str, squeeze: dict[str, int]) -> None:
     """The tests above would pass if nothing was ever counted: too few registers, and rows of any length."""
