@@ -137,11 +137,13 @@ def count(x: Tensor, q: Tensor, quant_scale: Tensor, dequant_scale: Tensor, larg
     Of finite elements; of others there is no error to speak of.
     """
     finite = x.abs() < torch.inf
-    wide = torch.where(finite, x.to(torch.float32), 0.0)
+    wide, coded = (torch.where(finite, tensor.to(torch.float32), 0.0) for tensor in (x, q))
     saturated = (wide * quant_scale).abs() > largest * ABOVE_ROUNDING
-    flushed = (wide != 0) & (q.to(torch.float32) == 0)
-    wide = wide.to(torch.float64)  # FP32 would lose the squares of small gradients
-    back = torch.where(finite, q.to(torch.float64), 0.0) * dequant_scale
+    flushed = (wide != 0) & (coded == 0)
+    # FP32 would lose the squares of small gradients. Of FP8 Triton 3.7 makes no FP64 but by way of it, and Inductor
+    # would take two casts in a row for one: the choice of the finite elements is between them.
+    wide = wide.to(torch.float64)
+    back = coded.to(torch.float64) * dequant_scale
     sums = [part.sum(dtype=torch.float64) for part in (finite, saturated, flushed, wide * wide, (wide - back) ** 2)]
     return torch.stack(sums)
 
