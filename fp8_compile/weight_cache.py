@@ -146,11 +146,12 @@ class WeightCache:
         pages = sorted({entry.place.page for entry in stale})  # type: ignore[union-attr]
         for page in pages:
             self.state.settle_page(page)  # what the pass that begins would do first
-        if all(local(weight).device.type == "cpu" for weight in stale.values()):
-            for entry, weight in stale.items():
+        on_gpu = {entry: weight for entry, weight in stale.items() if local(weight).device.type != "cpu"}
+        for entry, weight in stale.items():
+            if entry not in on_gpu:
                 self._quantize_on_cpu(entry, local(weight))
-        else:
-            self._quantize_on_gpu(stale)
+        if on_gpu:
+            self._quantize_on_gpu(on_gpu)
         for entry, weight in stale.items():
             increment_version(entry.tensors())  # a backward to come must not read what its forward did not
             entry.made_from(weight, self.state.epoch)
