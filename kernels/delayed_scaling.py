@@ -150,7 +150,12 @@ def count(x: Tensor, q: Tensor, quant_scale: Tensor, dequant_scale: Tensor, larg
 
 def add_counts(stats: Tensor, counted: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
     """``stats`` [C, 5] with what :func:`count` gave for some rows added."""
-    return stats.index_add(0, torch.tensor(rows, device=stats.device), torch.stack(list(counted)))
+    by_row: dict[int, Tensor] = {}
+    for row, one in zip(rows, counted):
+        by_row[row] = by_row[row] + one if row in by_row else one
+    # Not by an index: it would come from the host in every pass, which waits for a GPU and can't be captured.
+    nothing = stats.new_zeros(stats.shape[1])
+    return stats + torch.stack([by_row.get(row, nothing) for row in range(stats.shape[0])])
 
 
 def next_scales(amaxes: Tensor, history: Tensor, scales: Tensor, counts: Tensor, *rule: Any) -> Tensor:

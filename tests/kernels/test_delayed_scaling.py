@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from absent_gpu import absent_gpu
+from called_ops import CalledOps
 from compile_kernels import compile_kernels
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -316,6 +317,14 @@ def test_counts_are_added_to_their_rows_and_to_no_others() -> None:
     one, two = torch.ones(5, dtype=torch.float64), torch.full((5,), 10.0, dtype=torch.float64)
     after = delayed.add_counts(stats, [one, two, one], [2, 0, 2])
     assert torch.equal(after - stats, torch.tensor([10.0, 0, 2, 0], dtype=torch.float64)[:, None].expand(4, 5))
+
+
+def test_counts_are_added_without_a_copy_from_the_host() -> None:
+    """The one operation with numbers for an argument that a GPU's code calls in every pass."""
+    stats = torch.zeros(4, 5, dtype=torch.float64)
+    with CalledOps() as ops:
+        delayed.add_counts(stats, [stats[0], stats[1]], [2, 0])
+    assert not ops.from_the_host
 
 
 @pytest.mark.parametrize("capability", [90, 100])
