@@ -9,7 +9,7 @@ row-major, written in place, q_t only where the gemms want it. ``via``: x is rou
 does before a matmul.
 
 One launch for the weights of a model after an optimizer step: a table of addresses says where they lie. Matrices that
-differ in device, in dtype, in ``via``, in layouts, or in whether they can be moved 16 bytes at a time are a launch each.
+differ in device, dtype, ``via``, layouts, or in whether they can be moved 16 bytes at a time are a launch each.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ def test_the_percentile_is_computed_without_contracted_products() -> None:
 def test_every_warp_has_read_the_state_before_any_writes_to_it(target: str) -> None:
     """What several warps need each reads for itself; a late one would find what another has written (triton#1615)."""
     code = compiled("update_scales", target).asm["ptx" if target.startswith("cuda") else "amdgcn"]
-    kinds = {"read": r"\bld\.global|_load_dword", "wait": r"\bbar\.sync|s_barrier", "write": r"\bst\.global|_store_dword"}
+    kinds = {"read": r"\bld\.global|_load_dword", "write": r"\bst\.global|_store_dword", "wait": r"bar\.sync|s_barrier"}
     order = [kind for line in code.splitlines() for kind, pattern in kinds.items() if re.search(pattern, line)]
     last_read, first_write = len(order) - 1 - order[::-1].index("read"), order.index("write")
     assert "wait" in order[last_read:first_write]

@@ -69,7 +69,7 @@ def test_a_launch_stays_on_one_device_which_is_the_current_one(monkeypatch: pyte
 
     class Kernel:
         def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
-            return lambda table, first_tile, x, q, *rest, **constants: launched.append((x.device, table.device, *current))
+            return lambda table, tiles, x, *rest, **constants: launched.append((x.device, table.device, *current))
 
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
     monkeypatch.setattr(quantize_many, "quantize_many_kernel", Kernel())
