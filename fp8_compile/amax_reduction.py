@@ -65,7 +65,7 @@ class AmaxReduction(Part):
         names = [f"{module}:{slot}" for module, state in states.items() for slot, _ in state.slots()]
         new = self._layout is None or self._layout.names != names
         if new:
-            self._layout = _Layout(names, states)
+            self._layout = _Layout(names, states, next((one.device for one in self.model.parameters()), None))
         assert self._layout is not None
         self._layout.reduce(self.group, check=new)
         for state in states.values():
@@ -83,7 +83,8 @@ class _Layout:
     if it is both the largest and the smallest.
     """
 
-    def __init__(self, names: list[str], states: dict[str, ScalingState]) -> None:
+    def __init__(self, names: list[str], states: dict[str, ScalingState], device: torch.device | None) -> None:
+        """``device``: of the message where there are no slots, as under other recipes; NCCL sends none from a CPU."""
         self.names = names
         self.pages = [page for state in states.values() for page in state.pages]
         starts, total = [], 0
@@ -94,7 +95,7 @@ class _Layout:
         for state in states.values():
             rows += [starts[first + place.page] + place.row for _, place in state.slots()]
             first += len(state.pages)
-        device = self.pages[0].kind.device if self.pages else torch.device("cpu")
+        device = self.pages[0].kind.device if self.pages else device or torch.device("cpu")
         by_name = [row for _, row in sorted(zip(names, rows))]
         self.order = torch.tensor(by_name, dtype=torch.int64, device=device)
         digest = hashlib.sha256("\n".join(sorted(names)).encode()).digest()

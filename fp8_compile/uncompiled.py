@@ -17,12 +17,14 @@ def run_uncompiled(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: 
     inputs = gm.graph.find_nodes(op="placeholder")
     copies = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
     written = [inputs.index(copy.args[0]) for copy in copies if copy.args[0] in inputs]
+    gpus = [item.device.index for item in example_inputs if isinstance(item, torch.Tensor) and item.is_cuda]
 
     def run(*args: Any) -> Any:
-        # As with compiled code, autograd does not learn of what a graph writes to its inputs: another forward may have
-        # saved them for its backward.
+        # As with compiled code, the graph's device is the current one, for kernels and libraries that ask for it; and
+        # autograd does not learn of what a graph writes to its inputs: another forward may have saved them for its
+        # backward.
         tensors = tuple(args[index] for index in written if isinstance(args[index], torch.Tensor))
-        with torch.autograd._unsafe_preserve_version_counter(tensors):
+        with torch.cuda.device(gpus[0] if gpus else -1), torch.autograd._unsafe_preserve_version_counter(tensors):
             return gm.forward(*args)
 
     return make_boxed_func(run)

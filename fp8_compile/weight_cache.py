@@ -82,6 +82,7 @@ class WeightCache:
         self._offered: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # weight -> copy, for graphs to come
         self._read: list[weakref.ref[CachedWeight]] = []  # by graphs, which may run with other weights than at first
         self._launches: Any = None
+        self._rows: dict[int, tuple[list[int], Tensor]] = {}  # by page: which were renewed last, there on the device
         _caches.add(self)
 
     def entry(self, weight: Tensor, dtype: torch.dtype, *, transposed: bool) -> CachedWeight:
@@ -146,11 +147,12 @@ class WeightCache:
         pages = sorted({entry.place.page for entry in stale})  # type: ignore[union-attr]
         for page in pages:
             self.state.settle_page(page)  # what the pass that begins would do first
-        if all(local(weight).device.type == "cpu" for weight in stale.values()):
-            for entry, weight in stale.items():
+        on_gpu = {entry: weight for entry, weight in stale.items() if local(weight).device.type != "cpu"}
+        for entry, weight in stale.items():
+            if entry not in on_gpu:
                 self._quantize_on_cpu(entry, local(weight))
-        else:
-            self._quantize_on_gpu(stale)
+        if on_gpu:
+            self._quantize_on_gpu(on_gpu)
         for entry, weight in stale.items():
             increment_version(entry.tensors())  # a backward to come must not read what its forward did not
             entry.made_from(weight, self.state.epoch)
@@ -196,7 +198,8 @@ class WeightCache:
         for entry in stale:
             by_page.setdefault(entry.place.page, []).append(entry.place.row)  # type: ignore[union-attr]
         for index, rows in by_page.items():
-            self.known[index][:, rows] = self.state.pages[index].scales[:, rows]
+            scales, at = self.state.pages[index].scales, self._on_device(index, rows)
+            self.known[index].index_copy_(1, at, scales.index_select(1, at))
         unprimed = [entry for entry in stale if entry.primed != self.state.epoch]
         for entry in unprimed:
             page, row = self.state.pages[entry.place.page], entry.place.row  # type: ignore[union-attr]
@@ -209,6 +212,13 @@ class WeightCache:
             used = first_scale(scale, amax, page.kind.largest, page.kind.rule.margin)
             known = self.known[entry.place.page]  # type: ignore[union-attr]
             known[QUANT, row], known[DEQUANT, row] = used, used.reciprocal()
+
+    def _on_device(self, page: int, rows: list[int]) -> Tensor:
+        """Rows of a page as an index. A list of numbers would be copied to the device anew each step, which waits for
+        all that the device has to do and can't be captured in a CUDA graph."""
+        if page not in self._rows or self._rows[page][0] != rows:
+            self._rows[page] = rows, torch.tensor(rows, device=self.known[page].device)
+        return self._rows[page][1]
 
 
 _caches: weakref.WeakSet[WeightCache] = weakref.WeakSet()

@@ -137,18 +137,25 @@ def count(x: Tensor, q: Tensor, quant_scale: Tensor, dequant_scale: Tensor, larg
     Of finite elements; of others there is no error to speak of.
     """
     finite = x.abs() < torch.inf
-    wide = torch.where(finite, x.to(torch.float32), 0.0)
+    wide, coded = (torch.where(finite, tensor.to(torch.float32), 0.0) for tensor in (x, q))
     saturated = (wide * quant_scale).abs() > largest * ABOVE_ROUNDING
-    flushed = (wide != 0) & (q.to(torch.float32) == 0)
-    wide = wide.to(torch.float64)  # FP32 would lose the squares of small gradients
-    back = torch.where(finite, q.to(torch.float64), 0.0) * dequant_scale
+    flushed = (wide != 0) & (coded == 0)
+    # FP32 would lose the squares of small gradients. Of FP8 Triton 3.7 makes no FP64 but by way of it, and Inductor
+    # would take two casts in a row for one: the choice of the finite elements is between them.
+    wide = wide.to(torch.float64)
+    back = coded.to(torch.float64) * dequant_scale
     sums = [part.sum(dtype=torch.float64) for part in (finite, saturated, flushed, wide * wide, (wide - back) ** 2)]
     return torch.stack(sums)
 
 
 def add_counts(stats: Tensor, counted: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
     """``stats`` [C, 5] with what :func:`count` gave for some rows added."""
-    return stats.index_add(0, torch.tensor(rows, device=stats.device), torch.stack(list(counted)))
+    by_row: dict[int, Tensor] = {}
+    for row, one in zip(rows, counted):
+        by_row[row] = by_row[row] + one if row in by_row else one
+    # Not by an index: it would come from the host in every pass, which waits for a GPU and can't be captured.
+    nothing = stats.new_zeros(stats.shape[1])
+    return stats + torch.stack([by_row.get(row, nothing) for row in range(stats.shape[0])])
 
 
 def next_scales(amaxes: Tensor, history: Tensor, scales: Tensor, counts: Tensor, *rule: Any) -> Tensor:

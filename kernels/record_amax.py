@@ -74,7 +74,9 @@ def _store(self, original, name, index, value, mode=None):  # type: ignore[no-un
     if mode != ATOMIC_MAX:
         return original(self, name, index, value, mode)
     pointer = f"{self.args.output(name)}.to(tl.pointer_type(tl.int32), bitcast=True)"
-    masks = [tree.mask_name() for tree in self.range_trees if not self._has_constant_mask(tree)]
+    # Behind the loop of a reduction there is neither its dimension nor its mask.
+    trees = [tree for tree in self.range_trees if self.inside_reduction or not tree.is_reduction]
+    masks = [tree.mask_name() for tree in trees if not self._has_constant_mask(tree)]
     dense = f"tl.broadcast_to({value}, {self.dense_size_str()})"  # a value may lack a dimension that a mask has
     inside = f"tl.where({' & '.join(masks)}, {dense}, -1)" if masks else dense
     line = f"tl.atomic_max({pointer} + ({self.index_to_str(index)}), tl.max({inside}), sem='relaxed')"

@@ -77,7 +77,7 @@ def nvfp4_pack_kernel(
     # Flat: a block has 8 bytes, and only along one dimension does Triton store 16 at once.
     at = tl.program_id(0).to(tl.int64) * (BLOCK * SIZE // 2) + tl.arange(0, BLOCK * SIZE // 2)
     packed = tl.reshape(even | (odd << 4), [BLOCK * SIZE // 2])
-    tl.store(codes_ptr + at, packed, mask=at < blocks.to(tl.int64) * (SIZE // 2))
+    tl.store(codes_ptr + at, packed, mask=at < blocks * tl.full([], SIZE // 2, tl.int64))
 
 
 def nvfp4_pack(

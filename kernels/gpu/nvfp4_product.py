@@ -2,7 +2,8 @@
 
 activations=None, "int8"      x as it is, or rounded first: weight-only kernel           nvfp4_matmul.py
 activations="nvfp4"           sm_100 and newer: FP4 by FP4 on the tensor cores, scales swizzled, the two global scales
-                              multiplied afterwards; elsewhere x is rounded to NVFP4 and the weight-only kernel runs
+                              multiplied afterwards; elsewhere, and where N is no multiple of 16 or K none of 32, x is
+                              rounded to NVFP4 and the weight-only kernel runs
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from fp8_compile.kernels.nvfp4.weight import block_size_of
 from .nvfp4_matmul import nvfp4_matmul
 from .nvfp4_pack import nvfp4_pack
 
+MULTIPLE = 16  # of rows and of bytes in a row, which ``_scaled_mm`` wants
+
 
 def product(
     x: Tensor,
@@ -27,7 +30,8 @@ def product(
     layout: str,
 ) -> Tensor:
     """x w^T + bias, [M, N] in x's dtype."""
-    if layout == ops.SWIZZLED and activations == "nvfp4" and x.dtype in (torch.bfloat16, torch.float16):
+    fits = all(size % MULTIPLE == 0 for size in codes.shape) and x.dtype in (torch.bfloat16, torch.float16)
+    if layout == ops.SWIZZLED and activations == "nvfp4" and fits:
         return fp4_by_fp4(x, codes, block_scales, global_scale, bias)
     codes, block_scales = ops.to_standard(codes, block_scales, layout)
     if block_size_of(codes, block_scales) != 16:

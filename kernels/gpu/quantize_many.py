@@ -9,7 +9,7 @@ row-major, written in place, q_t only where the gemms want it. ``via``: x is rou
 does before a matmul.
 
 One launch for the weights of a model after an optimizer step: a table of addresses says where they lie. Matrices that
-differ in dtype, in ``via``, in layouts, or in whether they can be moved 16 bytes at a time are a launch each.
+differ in device, dtype, ``via``, layouts, or in whether they can be moved 16 bytes at a time are a launch each.
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ class QuantizeMany:
             _check(one)
         kinds: dict[Any, list[Matrix]] = {}
         for one in matrices:
-            kinds.setdefault((one.x.dtype, one.q.dtype, one.via, one.aligned, one.q_t is None), []).append(one)
+            kind = (one.x.device, one.x.dtype, one.q.dtype, one.via, one.aligned, one.q_t is None)
+            kinds.setdefault(kind, []).append(one)
         self.launches = [_Launch(group) for group in kinds.values()]
         self.addresses = addresses(matrices)
 
@@ -141,7 +142,8 @@ class _Launch:
     def __call__(self) -> None:
         first = self.kept[0]
         arguments = (self.table, self.first_tile, first.x, first.q, len(self.kept))
-        quantize_many_kernel[self.grid](*arguments, **self.constants, num_warps=NUM_WARPS)
+        with torch.cuda.device_of(first.x):  # Triton launches on the current device, wherever the tensors lie
+            quantize_many_kernel[self.grid](*arguments, **self.constants, num_warps=NUM_WARPS)
 
 
 def addresses(matrices: Sequence[Matrix]) -> list[tuple[int, ...]]:

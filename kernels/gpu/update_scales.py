@@ -55,16 +55,19 @@ def update_scales_kernel(
     dequant_scale = tl.load(scales_ptr + slots + slot, mask=inside, other=1.0)
     passes = tl.load(counts_ptr + slot, mask=inside, other=0)
     entered = tl.load(counts_ptr + slots + slot, mask=inside, other=0)
-    tl.store(amaxes_ptr + slot, tl.full([BLOCK], -1.0, tl.float32), mask=inside)
-
-    present = amax != -1.0  # a NaN is present, and does not enter
-    enters = present & (amax >= 0.0) & (amax < float("inf"))
-    newest = entered % LENGTH
     i = tl.arange(0, LENGTH_POW2)
     row = slot.to(tl.int64) * LENGTH
     # Beyond the history: -1, below everything that enters.
     kept = inside[:, None] & (i < LENGTH)[None, :]
     history = tl.load(history_ptr + row[:, None] + i[None, :], mask=kept, other=-1.0)
+    # What several warps need each of them reads for itself, and a warp that is late would read what another one has
+    # written by then (triton#1615): all have read before any writes.
+    tl.debug_barrier()
+    tl.store(amaxes_ptr + slot, tl.full([BLOCK], -1.0, tl.float32), mask=inside)
+
+    present = amax != -1.0  # a NaN is present, and does not enter
+    enters = present & (amax >= 0.0) & (amax < float("inf"))
+    newest = entered % LENGTH
     history = tl.where((i[None, :] == newest[:, None]) & enters[:, None], amax[:, None], history)
     tl.store(history_ptr + row + newest, amax, mask=inside & enters)
     passes += present.to(tl.int32)

@@ -137,6 +137,20 @@ def test_ranks_that_compiled_other_matmuls_are_told(monkeypatch) -> None:
         reduction.reduce()
 
 
+def test_without_slots_the_ranks_agree_from_where_the_model_is(monkeypatch) -> None:
+    """As under other recipes than delayed. NCCL refuses a tensor on the CPU."""
+    sent: list[torch.device] = []
+
+    def all_reduce(message: Tensor, *arguments: object, group: object) -> None:
+        sent.append(message.device)
+        raise InterruptedError
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    with pytest.raises(InterruptedError):
+        AmaxReduction(torch.nn.Linear(32, 48, device="meta")).reduce()
+    assert sent == [torch.device("meta")]
+
+
 def test_settings_that_make_no_sense_are_refused() -> None:
     assert reduces_amaxes(None) is False and reduces_amaxes("local") is False
     with pytest.raises(ValueError, match="expects 'max', 'local' or None, got 'mean'"):

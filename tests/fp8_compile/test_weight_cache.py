@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from called_ops import CalledOps
 from interpreted import check_same, interpreted
 from torch import nn
 
@@ -213,3 +214,29 @@ def test_the_launch_for_gpus_writes_what_the_cpu_writes(generator, target: str) 
         page, row = expected.place.page, expected.place.row
         assert torch.equal(on_gpu.known[page][:, row], on_cpu.known[page][:, row])
         assert on_gpu.state.pages[page].amaxes[row] == on_cpu.state.pages[page].amaxes[row] > 0
+
+
+def test_a_refresh_after_the_first_steps_copies_nothing_from_the_host(warm) -> None:
+    """A copy from the host waits for the device; the first refresh makes what the later ones need."""
+    _, _, cache = warm
+    stale = {entry: entry.current() for entry in cache.copies()}
+    with interpreted(quantize_many, quantize_transpose, tile):
+        cache._quantize_on_gpu(stale)
+        with CalledOps() as ops:
+            cache._set_scales(stale)
+    assert not ops.from_the_host
+
+
+def test_weights_on_a_gpu_and_on_the_cpu_are_each_quantized_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(32, 48, bias=False), nn.Linear(48, 32, bias=False))
+    handle(model).cached = True
+    torch.compile(model, backend="fp8")(torch.randn(16, 32)).sum().backward()
+    cache = cache_of(model)
+    here, there = cache.copies()
+    weight, launched = here.current(), []
+    monkeypatch.setattr(cache, "_quantize_on_gpu", launched.append)
+    here.codes.view(torch.uint8).zero_()
+    elsewhere = torch.empty(there.codes.shape, device="meta")
+    cache._refresh({here: weight, there: elsewhere})
+    assert launched == [{there: elsewhere}]
+    check_fresh(here, weight, cache)

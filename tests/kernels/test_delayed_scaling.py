@@ -9,8 +9,12 @@ import fp8_reference
 import numpy as np
 import pytest
 import torch
+from absent_gpu import absent_gpu
+from called_ops import CalledOps
+from compile_kernels import compile_kernels
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from fp8_compile.kernels import delayed_scaling as delayed
 from fp8_compile.kernels.formats import E4M3, E4M3_FNUZ, E5M2, E5M2_FNUZ
@@ -313,3 +317,26 @@ def test_counts_are_added_to_their_rows_and_to_no_others() -> None:
     one, two = torch.ones(5, dtype=torch.float64), torch.full((5,), 10.0, dtype=torch.float64)
     after = delayed.add_counts(stats, [one, two, one], [2, 0, 2])
     assert torch.equal(after - stats, torch.tensor([10.0, 0, 2, 0], dtype=torch.float64)[:, None].expand(4, 5))
+
+
+def test_counts_are_added_without_a_copy_from_the_host() -> None:
+    """The one operation with numbers for an argument that a GPU's code calls in every pass."""
+    stats = torch.zeros(4, 5, dtype=torch.float64)
+    with CalledOps() as ops:
+        delayed.add_counts(stats, [stats[0], stats[1]], [2, 0])
+    assert not ops.from_the_host
+
+
+@pytest.mark.parametrize("capability", [90, 100])
+def test_what_counts_compiles_for_a_gpu(capability: int) -> None:
+    """Triton 3.7 has no conversion from FP8 to FP64."""
+    with absent_gpu(capability) as gpu:
+        step = gpu.training_step(
+            lambda: nn.Linear(64, 48).bfloat16(),
+            lambda: (torch.empty(80, 64, dtype=torch.bfloat16, requires_grad=True),),
+            backend="fp8",
+            options={"target": f"cuda:{capability}", "stats": True},
+        )
+        for source in (step.forward, step.backward):
+            assert "tl.float64" in source
+            assert all(kernel.cubin_bytes > 0 for kernel in compile_kernels(source, every_config=False))

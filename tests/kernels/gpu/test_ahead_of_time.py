@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 
@@ -9,7 +10,7 @@ import pytest
 from triton.compiler import CompiledKernel
 
 from fp8_compile.kernels.gpu.ahead_of_time import TARGETS, compile_for, facts_of
-from fp8_compile.kernels.gpu.catalogue import CATALOGUE, fp8_type
+from fp8_compile.kernels.gpu.catalogue import CATALOGUE, PRODUCTS, fp8_type
 
 each_target = pytest.mark.parametrize("target", TARGETS)
 each_kernel = pytest.mark.parametrize("name", CATALOGUE)
@@ -48,6 +49,15 @@ def test_fp8_is_rounded_by_the_hardwares_instruction(name: str, target: str) -> 
 def test_both_formats_have_their_conversion_and_wide_stores(format: str, target: str) -> None:
     facts = facts_of(CATALOGUE["quantize_amax"]().compiled(target, format))
     assert facts.fp8_conversions > 0 and facts.wide_stores > 0 and facts.spills == 0
+
+
+@pytest.mark.parametrize("name", [*CATALOGUE, *PRODUCTS])
+def test_a_size_of_1_is_a_constant_that_a_kernel_can_take(name: str) -> None:
+    """The JIT makes one of it; the interpreter doesn't."""
+    entry = (CATALOGUE | PRODUCTS)[name]()
+    sizes = {size: 1 for size, type in entry.types.items() if type in ("i32", "i64")}
+    assert sizes
+    dataclasses.replace(entry, constants=entry.constants | sizes).compiled("cuda:90")
 
 
 FLAT = ("quantize_amax", "stochastic_rounding", "nvfp4_pack")
@@ -111,6 +121,16 @@ def test_the_percentile_is_computed_without_contracted_products() -> None:
     code = compiled("update_scales", "hip:gfx942").asm["amdgcn"]
     fused = len(re.findall(r"v_fma(c|_)\w*f32", code))
     assert fused == 5 * code.count("v_div_fixup_f32")
+
+
+@each_target
+def test_every_warp_has_read_the_state_before_any_writes_to_it(target: str) -> None:
+    """What several warps need each reads for itself; a late one would find what another has written (triton#1615)."""
+    code = compiled("update_scales", target).asm["ptx" if target.startswith("cuda") else "amdgcn"]
+    kinds = {"read": r"\bld\.global|_load_dword", "write": r"\bst\.global|_store_dword", "wait": r"bar\.sync|s_barrier"}
+    order = [kind for line in code.splitlines() for kind, pattern in kinds.items() if re.search(pattern, line)]
+    last_read, first_write = len(order) - 1 - order[::-1].index("read"), order.index("write")
+    assert "wait" in order[last_read:first_write]
 
 
 @pytest.mark.parametrize("target, squeeze", [("cuda:90", {"maxnreg": 32}), ("hip:gfx942", {"waves_per_eu": 8})])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 
 import pytest
@@ -123,3 +124,20 @@ def test_the_layout_and_the_activations_choose_the_kernel(monkeypatch: pytest.Mo
     swizzled = weight.codes, nvfp4_scales.swizzle(weight.block_scales), weight.global_scale
     y = nvfp4_product.product(x, *swizzled, None, "nvfp4", "swizzled")
     torch.testing.assert_close(y.float(), ops.reference(x, *parts, None, "nvfp4"))  # FP32 has no FP4 gemm
+
+
+@pytest.mark.parametrize("shape, by_tensor_cores", [((32, 64), True), ((20, 64), False), ((32, 48), False)])
+def test_sizes_that_scaled_mm_refuses_are_left_to_the_weight_only_kernel(shape, by_tensor_cores, monkeypatch) -> None:
+    weight, x = quantize_nvfp4(torch.randn(shape)), torch.randn(3, shape[1], dtype=torch.bfloat16)
+    swizzled = weight.codes, nvfp4_scales.swizzle(weight.block_scales), weight.global_scale
+    with FakeTensorMode(), torch.device("cuda"):
+        left, right = (torch.empty(rows, shape[1] // 2, dtype=torch.float4_e2m1fn_x2) for rows in (3, shape[0]))
+        padded = (nvfp4_scales.padded_shape(rows, shape[1] // 16) for rows in (3, shape[0]))
+        scales = [torch.empty(size, dtype=torch.float8_e4m3fn).flatten() for size in padded]
+        with contextlib.nullcontext() if by_tensor_cores else pytest.raises(RuntimeError, match="divisible by 16"):
+            torch._scaled_mm(left, right.t(), *scales, out_dtype=torch.bfloat16)
+    called: list[str] = []
+    monkeypatch.setattr(nvfp4_product, "fp4_by_fp4", lambda *parts: called.append("FP4 by FP4"))
+    monkeypatch.setattr(nvfp4_product, "nvfp4_matmul", lambda *parts: called.append("weight-only"))
+    nvfp4_product.product(x, *swizzled, None, "nvfp4", "swizzled")
+    assert called == ["FP4 by FP4" if by_tensor_cores else "weight-only"]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
+
 import pytest
 import torch
 from interpreted import check_same, interpreted
@@ -51,6 +54,32 @@ def test_one_layout_alone_is_a_launch_of_its_own(generator) -> None:
     x = torch.randn(40, 48, generator=generator)
     launches = check([matrix(x, 9.0, both=both) for both in (False, True, False)])
     assert [len(launch.kept) for launch in launches.launches] == [2, 1]
+
+
+def test_a_launch_stays_on_one_device_which_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for the matrices of each: a GPU can't read another one's memory. Triton asks which device is current."""
+    current: list[torch.device] = []
+    launched: list[tuple[torch.device, ...]] = []
+
+    @contextlib.contextmanager
+    def device_of(tensor: torch.Tensor) -> Iterator[None]:
+        current.append(tensor.device)
+        yield
+        current.pop()
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+            return lambda table, tiles, x, *rest, **constants: launched.append((x.device, table.device, *current))
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    monkeypatch.setattr(quantize_many, "quantize_many_kernel", Kernel())
+    devices = [torch.device(name) for name in ("cpu", "meta", "cpu")]
+    matrices = []
+    for device in devices:
+        with device:
+            matrices.append(matrix(torch.zeros(4, 8), 1.0))
+    QuantizeMany(matrices)()
+    assert launched == [3 * (device,) for device in devices[:2]]
 
 
 def test_inf_nan_zeros_and_an_empty_matrix_stay_with_their_own_matrix(generator) -> None:
