@@ -11,6 +11,7 @@ matrix that lies row by row is, to cuBLASLt, its own transpose.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import threading
@@ -36,6 +37,7 @@ PREF_MAX_WORKSPACE_BYTES, PREF_MIN_ALIGNMENT = 1, (5, 6, 7, 8)  # of A, B, C, D
 
 WORKSPACE_BYTES = 32 << 20  # what NVIDIA advises on Hopper and newer
 MOST_ALIGNMENT = 256  # bytes; more makes no difference to the choice of a kernel
+MOST_PLANS = 1024  # that are remembered: a few for each layer of a model, some KB each
 
 
 class CublasLtError(RuntimeError):
@@ -62,6 +64,7 @@ class _Plan:
     description: ctypes.c_void_p
     layouts: tuple[ctypes.c_void_p, ...]  # of A, B, C and D
     chosen: _HeuristicResult
+    made: contextlib.ExitStack  # gives the library's objects back
 
 
 class CublasLt:
@@ -69,7 +72,7 @@ class CublasLt:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library, self._lock = library, threading.Lock()
-        self._plans: dict[Hashable, _Plan] = {}
+        self._plans: dict[Hashable, _Plan | str] = {}  # by last use; or why there is none
         self._handle = ctypes.c_void_p()
         self._zero, self._one = ctypes.c_float(0.0), ctypes.c_float(1.0)
         self._call("cublasLtCreate", ctypes.byref(self._handle))
@@ -96,9 +99,7 @@ class CublasLt:
         )
         workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=d.device)
         with self._lock:
-            plan = self._plans.get(key)
-            if plan is None:
-                plan = self._plans[key] = self._plan(operands, vectors, fast_accumulation)
+            plan = self._known(key, operands, vectors, fast_accumulation)
             self._point_to(plan.description, vectors)
             a, b, c_, d_ = (ctypes.c_void_p(one.data_ptr()) for one in operands)
             layout_a, layout_b, layout_c, layout_d = plan.layouts
@@ -110,48 +111,77 @@ class CublasLt:
                 *(ctypes.c_void_p(workspace.data_ptr()), ctypes.c_size_t(WORKSPACE_BYTES), ctypes.c_void_p(stream)),
             )
 
+    def _known(self, key: Hashable, operands: tuple[Tensor, ...], vectors: _Vectors, fast_accumulation: bool) -> _Plan:
+        """The plan for a shape, made once. Sizes that vary from step to step leave no more than MOST_PLANS behind."""
+        plan = self._plans.pop(key, None)
+        if plan is None:
+            try:
+                plan = self._plan(operands, vectors, fast_accumulation)
+            except CublasLtError as error:  # asking again would take as long, each time
+                plan = str(error)
+        self._plans[key] = plan
+        if len(self._plans) > MOST_PLANS:
+            oldest = self._plans.pop(next(iter(self._plans)))
+            if isinstance(oldest, _Plan):
+                oldest.made.close()
+        if isinstance(plan, str):
+            raise CublasLtError(plan)
+        return plan
+
     def _plan(self, operands: tuple[Tensor, ...], vectors: _Vectors, fast_accumulation: bool) -> _Plan:
         (right, left, c, d), bias = operands, vectors[2]
-        description = ctypes.c_void_p()
-        self._call("cublasLtMatmulDescCreate", ctypes.byref(description), COMPUTE_32F, DATA_TYPES[torch.float32])
-        right_by_k, left_by_k = right.stride(0) == 1, left.stride(1) == 1
-        self._describe(description, DESC_TRANSA, ctypes.c_int32(OP_T if right_by_k else OP_N))
-        self._describe(description, DESC_TRANSB, ctypes.c_int32(OP_N if left_by_k else OP_T))
-        self._describe(description, DESC_FAST_ACCUM, ctypes.c_int8(fast_accumulation))
-        if bias is not None:
-            self._describe(description, DESC_EPILOGUE, ctypes.c_int32(EPILOGUE_BIAS))
-            self._describe(description, DESC_BIAS_DATA_TYPE, ctypes.c_int32(DATA_TYPES[bias.dtype]))
-        self._point_to(description, vectors)
-        as_rows = (right.t() if right_by_k else right, left if left_by_k else left.t(), c, d)
-        layouts = tuple(self._layout(one) for one in as_rows)
-        preference = ctypes.c_void_p()
-        self._call("cublasLtMatmulPreferenceCreate", ctypes.byref(preference))
-        limits: list[tuple[int, Any]] = [(PREF_MAX_WORKSPACE_BYTES, ctypes.c_uint64(WORKSPACE_BYTES))]
-        limits += [(name, ctypes.c_uint32(_alignment(one))) for name, one in zip(PREF_MIN_ALIGNMENT, operands)]
-        for name, limit in limits:
-            size = ctypes.c_size_t(ctypes.sizeof(limit))
-            self._call("cublasLtMatmulPreferenceSetAttribute", preference, name, ctypes.byref(limit), size)
+        with contextlib.ExitStack() as made:
+            description = self._make(made, "MatmulDesc", COMPUTE_32F, DATA_TYPES[torch.float32])
+            right_by_k, left_by_k = right.stride(0) == 1, left.stride(1) == 1
+            self._describe(description, DESC_TRANSA, ctypes.c_int32(OP_T if right_by_k else OP_N))
+            self._describe(description, DESC_TRANSB, ctypes.c_int32(OP_N if left_by_k else OP_T))
+            self._describe(description, DESC_FAST_ACCUM, ctypes.c_int8(fast_accumulation))
+            if bias is not None:
+                self._describe(description, DESC_EPILOGUE, ctypes.c_int32(EPILOGUE_BIAS))
+                self._describe(description, DESC_BIAS_DATA_TYPE, ctypes.c_int32(DATA_TYPES[bias.dtype]))
+            self._point_to(description, vectors)
+            as_rows = (right.t() if right_by_k else right, left if left_by_k else left.t(), c, d)
+            layouts = tuple(self._layout(made, one) for one in as_rows)
+            chosen = self._choose(description, layouts, operands)
+            return _Plan(description, layouts, chosen, made.pop_all())
+
+    def _choose(
+        self, description: ctypes.c_void_p, layouts: tuple[ctypes.c_void_p, ...], operands: tuple[Tensor, ...]
+    ) -> _HeuristicResult:
+        """The algorithm that the library thinks best."""
+        right, left, _, d = operands
         chosen, found = _HeuristicResult(), ctypes.c_int()
-        self._call(
-            "cublasLtMatmulAlgoGetHeuristic",
-            *(self._handle, description, *layouts, preference, 1, ctypes.byref(chosen), ctypes.byref(found)),
-        )
-        self._call("cublasLtMatmulPreferenceDestroy", preference)
+        with contextlib.ExitStack() as made:
+            preference = self._make(made, "MatmulPreference")
+            limits: list[tuple[int, Any]] = [(PREF_MAX_WORKSPACE_BYTES, ctypes.c_uint64(WORKSPACE_BYTES))]
+            limits += [(name, ctypes.c_uint32(_alignment(one))) for name, one in zip(PREF_MIN_ALIGNMENT, operands)]
+            for name, limit in limits:
+                size = ctypes.c_size_t(ctypes.sizeof(limit))
+                self._call("cublasLtMatmulPreferenceSetAttribute", preference, name, ctypes.byref(limit), size)
+            self._call(
+                "cublasLtMatmulAlgoGetHeuristic",
+                *(self._handle, description, *layouts, preference, 1, ctypes.byref(chosen), ctypes.byref(found)),
+            )
         if not found.value or chosen.state:
             (m, k), n = left.shape, right.shape[1]
             raise CublasLtError(
                 f"cuBLASLt has no kernel for {m}x{n}x{k}, {left.dtype} by {right.dtype} to {d.dtype}, strides "
                 f"{tuple(left.stride())} and {tuple(right.stride())}"
             )
-        return _Plan(description, layouts, chosen)
+        return chosen
 
-    def _layout(self, rows_contiguous: Tensor) -> ctypes.c_void_p:
+    def _make(self, made: contextlib.ExitStack, kind: str, *arguments: Any) -> ctypes.c_void_p:
+        """An object of the library's, which ``made`` gives back."""
+        one = ctypes.c_void_p()
+        self._call(f"cublasLt{kind}Create", ctypes.byref(one), *arguments)
+        made.callback(self._call, f"cublasLt{kind}Destroy", one)
+        return one
+
+    def _layout(self, made: contextlib.ExitStack, rows_contiguous: Tensor) -> ctypes.c_void_p:
         """A matrix [R, C] that lies row by row is one of C rows and R columns to cuBLASLt."""
         rows, cols = rows_contiguous.shape
-        layout, dtype = ctypes.c_void_p(), DATA_TYPES[rows_contiguous.dtype]
         sizes = (ctypes.c_uint64(cols), ctypes.c_uint64(rows), ctypes.c_int64(rows_contiguous.stride(0)))
-        self._call("cublasLtMatrixLayoutCreate", ctypes.byref(layout), dtype, *sizes)
-        return layout
+        return self._make(made, "MatrixLayout", DATA_TYPES[rows_contiguous.dtype], *sizes)
 
     def _point_to(self, description: ctypes.c_void_p, vectors: _Vectors) -> None:
         for attribute, vector in zip((DESC_A_SCALE_POINTER, DESC_B_SCALE_POINTER, DESC_BIAS_POINTER), vectors):

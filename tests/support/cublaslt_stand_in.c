@@ -13,6 +13,7 @@ enum { SUCCESS = 0, INVALID_VALUE = 7, NOT_SUPPORTED = 15 };
 enum { R_32F = 0, R_16F = 2, R_16BF = 14, E4M3 = 28, E5M2 = 29 };
 enum { LARGEST_ATTRIBUTE = 42 };
 int any_layout = 1;
+int objects = 0;  /* that the caller has not given back */
 static const uint64_t MARK = 0x5ca1ed;
 
 typedef struct { int compute, scale_type; int64_t attributes[LARGEST_ATTRIBUTE]; } Description;
@@ -58,6 +59,7 @@ int cublasLtMatmulDescCreate(void** made, int compute, int scale_type) {
     description->compute = compute;
     description->scale_type = scale_type;
     *made = description;
+    ++objects;
     return SUCCESS;
 }
 
@@ -80,11 +82,16 @@ int cublasLtMatrixLayoutCreate(void** made, int type, uint64_t rows, uint64_t co
     Layout* layout = malloc(sizeof(Layout));
     *layout = (Layout){type, rows, cols, ld};
     *made = layout;
+    ++objects;
     return SUCCESS;
 }
 
-int cublasLtMatmulPreferenceCreate(void** made) { *made = calloc(1, sizeof(Preference)); return SUCCESS; }
-int cublasLtMatmulPreferenceDestroy(void* preference) { free(preference); return SUCCESS; }
+static int given_back(void* object) { free(object); --objects; return SUCCESS; }
+int cublasLtMatmulDescDestroy(void* description) { return given_back(description); }
+int cublasLtMatrixLayoutDestroy(void* layout) { return given_back(layout); }
+
+int cublasLtMatmulPreferenceCreate(void** made) { *made = calloc(1, sizeof(Preference)); ++objects; return SUCCESS; }
+int cublasLtMatmulPreferenceDestroy(void* preference) { return given_back(preference); }
 
 int cublasLtMatmulPreferenceSetAttribute(void* of, int name, const void* value, size_t size) {
     Preference* preference = of;

@@ -17,6 +17,7 @@ from torch._inductor import config as inductor_config
 from torch.utils.flop_counter import FlopCounterMode
 
 from fp8_compile.kernels.gpu import cublaslt, cublaslt_mm
+from fp8_compile.kernels.gpu import cublaslt
 from fp8_compile.kernels.gpu.cublaslt import CublasLt, CublasLtError
 from fp8_compile.kernels.gpu.cublaslt_mm import Operands, by_cublaslt, check, cublaslt_mm_op, reference
 
@@ -26,13 +27,18 @@ HALF_A_STEP = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> CublasLt:
+def stand_in(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     compiler = shutil.which("gcc") or shutil.which("g++")
     if compiler is None:
         pytest.skip("no C compiler to build the stand-in with")
     built = tmp_path_factory.mktemp("cublaslt") / "libcublasLt.so"
     subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-o", built, STAND_IN, "-lm"], check=True)
-    return CublasLt(ctypes.CDLL(str(built)))
+    return ctypes.CDLL(str(built))
+
+
+@pytest.fixture
+def library(stand_in: ctypes.CDLL) -> CublasLt:
+    return CublasLt(stand_in)
 
 
 def operands(
@@ -173,6 +179,33 @@ def test_what_the_library_cannot_do_is_an_error_that_says_what(library: CublasLt
     given = operands(formats=(E5M2, E5M2))
     with pytest.raises(CublasLtError, match="cublasLtMatmulAlgoGetHeuristic failed with status 15"):
         by_cublaslt(library, given, empty(given))
+
+
+def test_plans_are_given_back_when_many_shapes_were_multiplied(
+    library: CublasLt, stand_in: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cublaslt, "MOST_PLANS", 2)
+    objects = ctypes.c_int.in_dll(stand_in, "objects")
+    objects.value = 0
+    for m in (16, 32, 48, 16):
+        given = operands(m=m)
+        y = empty(given)
+        by_cublaslt(library, given, y)
+        assert_rounded_once(y, given)
+    assert objects.value == 2 * 5  # a description and four layouts each
+
+
+def test_a_shape_without_a_kernel_is_asked_for_once_and_leaves_nothing_behind(
+    library: CublasLt, stand_in: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objects = ctypes.c_int.in_dll(stand_in, "objects")
+    objects.value = 0
+    given = operands(formats=(E5M2, E5M2))
+    for _ in range(2):
+        with pytest.raises(CublasLtError, match="status 15"):
+            by_cublaslt(library, given, empty(given))
+        monkeypatch.setattr(library, "_plan", None)  # another try would fail otherwise
+    assert objects.value == 0
 
 
 def test_a_gpu_that_reads_k_contiguous_operands_only_says_no_to_others(
