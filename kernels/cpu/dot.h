@@ -89,6 +89,7 @@ class Dots {
   // rows: [ROWS][depth(k)], zeros behind m and k. right: column n begins at right + n * stride.
   static void run(int64_t m, int64_t n, int64_t k, const Element* rows, const Values& values, const uint8_t* right,
                   int64_t stride, const Finish& finish, int threads) {
+    if (m == 0 || n == 0) return;  // scales of no rows are nowhere
     const int64_t blocks = ceil_div(n, COLS), depth = Dots::depth(k);
     threads = usable_threads(threads, blocks);
 #pragma omp parallel for num_threads(threads) schedule(static)
