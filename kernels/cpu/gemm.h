@@ -42,7 +42,7 @@ inline void expect_rows(const void* first, int64_t rows, int64_t stride, int64_t
     for (int64_t at = 0; at < size; at += 64) __builtin_prefetch(static_cast<const char*>(first) + row * stride + at, 1);
 }
 
-// Memory for packed panels, kept by each calling thread: asking the system for megabytes anew costs a page fault each 4 KB.
+// Memory for packed panels, kept by each thread: asking the system for megabytes anew costs a page fault each 4 KB.
 class Scratch {
  public:
   char* at_least(size_t size) {
@@ -76,14 +76,16 @@ struct Range {
 struct Grid {
   int64_t up, across;
 
-  // The one whose largest part takes the least time: an element that is packed takes as long as 16 products.
-  static Grid of(int64_t threads, int64_t rows, int64_t cols) {
+  // Of tiles ROWS x COLS, the one whose largest part takes the least time: an element that is packed takes as long as 16
+  // products.
+  template <int64_t ROWS, int64_t COLS>
+  static Grid of(int64_t threads, int64_t tiles_up, int64_t tiles_across) {
     Grid best{threads, 1};
     int64_t least = INT64_MAX;
     for (int64_t across = 1; across <= threads; ++across) {
       if (threads % across) continue;
-      const int64_t high = ceil_div(rows, threads / across), wide = ceil_div(cols, across);
-      const int64_t time = high * wide + 16 * (high + wide);
+      const int64_t rows = ROWS * ceil_div(tiles_up, threads / across), cols = COLS * ceil_div(tiles_across, across);
+      const int64_t time = rows * cols + 16 * (rows + cols);
       if (time < least) best = {threads / across, across}, least = time;
     }
     return best;
@@ -115,7 +117,7 @@ class Gemm {
 #pragma omp parallel num_threads(threads)
       {
         const int64_t thread = omp_get_thread_num();
-        const Grid grid = Grid::of(omp_get_num_threads(), m_, n_);
+        const Grid grid = Grid::of<ROWS, COLS>(omp_get_num_threads(), up, across);
         const Range i = Range{0, up}.share(thread / grid.across, grid.up);
         const Range j = Range{0, across}.share(thread % grid.across, grid.across);
         const Range rows{i.first * ROWS, std::min(i.last * ROWS, m_)}, cols{j.first * COLS, std::min(j.last * COLS, n_)};
