@@ -160,7 +160,7 @@ class ScalingState:
             amax = float(self._calibration.amax(slot.module))
         except (KeyError, ValueError):  # not a module that was calibrated: a matmul outside any layer
             return False
-        page.amaxes.data[row] = max(float(page.amaxes[row]), amax)
+        page.prime(row, amax)
         return True
 
     def reset(self) -> None:

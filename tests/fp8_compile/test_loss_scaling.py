@@ -165,6 +165,33 @@ def test_a_first_step_that_is_bad_leaves_the_next_one_to_be_the_first() -> None:
     assert_equal(bad.everything(), good.everything())
 
 
+def test_a_bad_step_does_not_undo_what_was_loaded_or_calibrated() -> None:
+    """Before the first pass of a resumed run, and between a step and the next."""
+    first = Run("dynamic")
+    first.step(0)
+    saved = first.train.state_dict()
+    resumed = Run("dynamic")
+    resumed.train.load_state_dict(saved)
+    bad_step(resumed, poison_input)
+    assert_equal(scaling_state(resumed.model).state_dict(), scaling_state(first.model).state_dict())
+
+    resumed.step(1)
+    scaling_state(resumed.model).load_state_dict(saved["scaling"]["states"][""])
+    bad_step(resumed, poison_gradient)
+    assert_equal(scaling_state(resumed.model).state_dict(), scaling_state(first.model).state_dict())
+    scaling_state(resumed.model).reset()
+    bad_step(resumed, poison_loss)
+    state = scaling_state(resumed.model).state_dict()
+    assert all(not tensor.any() for name, tensor in state.items() if name.endswith((".scale", ".amax_history")))
+
+    primed = Run("dynamic")
+    calibration = fp8_compile.calibrate(primed.model, [torch.full((8, D), 7.0)], hessians=False, progress=False)
+    scaling_state(primed.model).prime(calibration)
+    bad_step(primed, poison_loss)
+    primed.backward(0)
+    assert scaling_state(primed.model).state_dict()["first#0.input.amax_history"][0] == 7
+
+
 def test_a_scale_that_is_too_large_comes_down_by_itself() -> None:
     run = Run(LossScaler("cpu", init_scale=2.0**126, growth_interval=100))
     for _ in range(12):
