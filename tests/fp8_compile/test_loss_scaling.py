@@ -192,6 +192,13 @@ def test_a_bad_step_does_not_undo_what_was_loaded_or_calibrated() -> None:
     assert scaling_state(primed.model).state_dict()["first#0.input.amax_history"][0] == 7
 
 
+def test_a_scaler_that_is_off_is_no_scaler() -> None:
+    run = Run(LossScaler("cpu", enabled=False))
+    run.step(0)
+    assert (run.train.steps, run.train.loss_scale, run.train.loss_scaler) == (1, 1, None)
+    run.train.load_state_dict(run.train.state_dict())
+
+
 def test_a_scale_that_is_too_large_comes_down_by_itself() -> None:
     run = Run(LossScaler("cpu", init_scale=2.0**126, growth_interval=100))
     for _ in range(12):
