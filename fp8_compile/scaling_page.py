@@ -36,7 +36,7 @@ class Page:
             self.scales = torch.zeros(2, capacity, dtype=torch.float32)
             self.counts = torch.zeros(2, capacity, dtype=torch.int32)
             self.stats = torch.zeros(capacity, 5, dtype=torch.float64)
-        self._kept: list[Tensor] | None = None  # FIELDS, as :meth:`restore` gives them back; None: as if no pass had been
+        self._kept: list[Tensor] | None = None  # FIELDS for restore(); None: as if no pass had been
 
     def clear(self) -> None:
         self._kept = None
