@@ -65,6 +65,8 @@ def write_gguf(
         for name, tensor in others.items():
             wide = tensor.dim() > 1 and tensor.dtype in (torch.bfloat16, torch.float16)
             kept = tensor.detach().cpu().to(torch.float16 if wide else torch.float32)
+            if tensor.dim():  # q and k that were not packed, and their biases
+                kept = kept[_row_order(name.rpartition(".")[0], len(kept), settings)]
             writer.add_tensor(renamed(name), kept.numpy())
         for name, weight in weights.items():
             order = _row_order(name, weight.shape[0], settings)

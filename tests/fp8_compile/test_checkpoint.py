@@ -22,10 +22,10 @@ from fp8_compile.packed_linear import NVFP4Linear
 LAYER = "model.layers.0"
 
 
-def llama() -> LlamaForCausalLM:
+def llama(**options: object) -> LlamaForCausalLM:
     sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
-    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, tie_word_embeddings=True)).eval()
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, tie_word_embeddings=True, **options)).eval()
 
 
 def packed_llama(**options: object) -> LlamaForCausalLM:
@@ -151,6 +151,20 @@ def test_ggufs_reader_and_dequantizer_give_our_weights(tmp_path: pathlib.Path) -
     pack(odd, progress=False)
     with pytest.raises(ValueError, match="K a multiple of 64"):
         save_checkpoint(odd, tmp_path / "odd", "gguf")
+
+
+def test_gguf_has_the_rows_of_q_and_k_in_order_where_they_are_not_packed_too(tmp_path: pathlib.Path) -> None:
+    import gguf
+
+    model = llama(attention_bias=True)
+    nn.init.normal_(model.get_submodule(f"{LAYER}.self_attn.k_proj").bias)
+    pack(model, exclude=("*.q_proj",), progress=False)
+    save_checkpoint(model, tmp_path, "gguf")
+    tensors = {tensor.name: tensor.data for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
+    attention = model.get_submodule(f"{LAYER}.self_attn")
+    for ours, theirs, heads in [(attention.q_proj.weight, "q.weight", 4), (attention.k_proj.bias, "k.bias", 2)]:
+        order = torch.arange(16 * heads).view(heads, 2, 8).transpose(1, 2).reshape(-1)
+        assert np.array_equal(tensors[f"blk.0.attn_{theirs}"], ours.detach()[order].numpy())
 
 
 def test_gguf_of_a_gpt2_has_the_sizes_that_its_config_calls_otherwise_and_warns(tmp_path: pathlib.Path) -> None:
