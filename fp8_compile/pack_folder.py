@@ -31,6 +31,7 @@ from .whole_files import DTYPES, SafetensorsWriter, whole_file, write_json
 # Parts of a name that say that a matrix is looked up in, or too small and too important to round.
 NOT_LINEAR = ("embed", "wte", "wpe", "norm", "router", "relative_attention_bias")
 NOT_LINEAR_NAMES = ("gate", "shared", "shared_expert_gate", "ln_f")
+TRANSPOSED = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp")  # models of transformers' Conv1D
 TORCH = {name: dtype for dtype, name in DTYPES.items()}
 
 
@@ -91,8 +92,14 @@ def _check(source: pathlib.Path, target: pathlib.Path, method: str, layout: str)
     possible = [one for one in METHODS if one not in NEED_HESSIAN]
     if method not in possible:
         raise ValueError(f"method={method!r}; without the model's activations, expected one of: {', '.join(possible)}")
-    if "quantization_config" in json.loads((source / "config.json").read_text()):
+    config = json.loads((source / "config.json").read_text())
+    if "quantization_config" in config:
         raise ValueError(f"{source} is quantized already; start from the original weights")
+    if config.get("model_type") in TRANSPOSED:
+        raise ValueError(
+            f"{source} is a {config['model_type']} model, whose weights are stored [K, N]; load the model, "
+            "fp8_compile.pack it and save_checkpoint"
+        )
 
 
 def _tensors_of(
@@ -170,10 +177,11 @@ def _finish(
         if file.is_file() and not weights and file.name != "config.json":
             with whole_file(target / file.name) as out, open(file, "rb") as given:
                 shutil.copyfileobj(given, out)
-    linear = [
-        key.removesuffix(".weight") for key, (_, shape) in shapes.items() if key.endswith(".weight") and len(shape) == 2
-    ]
-    ignore = [layer for layer in linear if layer not in chosen and not re.search("embed|wte|wpe|norm", layer.lower())]
+    # Embeddings too, which does no harm: no name tells them from layers such as ALBERT's embedding_hidden_mapping_in. A
+    # head that is tied to one is not in the files, but it is a linear layer of the model.
+    matrices = [key for key, (_, shape) in shapes.items() if key.endswith(".weight") and len(shape) == 2]
+    linear = dict.fromkeys([*(key.removesuffix(".weight") for key in matrices), "lm_head"])
+    ignore = [layer for layer in linear if layer not in chosen]
     if layout == "modelopt":
         write_json(target / "hf_quant_config.json", layouts.modelopt_file(ignore))
     config = json.loads((source / "config.json").read_text())

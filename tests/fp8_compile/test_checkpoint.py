@@ -248,11 +248,25 @@ def test_a_folder_is_packed_shard_by_shard_as_the_model_would_be(layout: str, tm
         if not name.endswith("global_scale"):
             assert torch.equal(other.state_dict()[name].float(), value.float()), name
     config = json.loads((target / "config.json").read_text())["quantization_config"]
-    assert set(config["ignore"]) == {f"{LAYER}.mlp.down_proj"}
+    # The head is tied, so that no file has it; yet transformers would take it for packed.
+    assert set(config["ignore"]) == {f"{LAYER}.mlp.down_proj", "model.embed_tokens", "lm_head"}
     index = json.loads((target / "model.safetensors.index.json").read_text())["weight_map"]
     for name, file in index.items():
         with safe_open(target / file, "pt") as opened:
             assert name in opened.keys()  # noqa: SIM118
+
+
+def test_folders_say_which_matrices_are_not_packed_and_refuse_those_that_are_transposed(tmp_path: pathlib.Path) -> None:
+    from transformers import AlbertConfig, AlbertModel, GPT2Config, GPT2LMHeadModel
+
+    sizes = {"vocab_size": 32, "hidden_size": 64, "embedding_size": 32, "intermediate_size": 64}
+    AlbertModel(AlbertConfig(**sizes, num_attention_heads=4)).save_pretrained(tmp_path / "albert")
+    pack_folder(tmp_path / "albert", tmp_path / "packed", progress=False)
+    ignored = json.loads((tmp_path / "packed" / "config.json").read_text())["quantization_config"]["ignore"]
+    assert "encoder.embedding_hidden_mapping_in" in ignored, "a linear layer, whatever it is called"
+    GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=1, n_head=4, vocab_size=32)).save_pretrained(tmp_path / "gpt2")
+    with pytest.raises(ValueError, match=r"a gpt2 model, whose weights are stored \[K, N\]; load the model"):
+        pack_folder(tmp_path / "gpt2", tmp_path / "packed", progress=False)
 
 
 def test_an_interrupted_run_leaves_nothing_that_looks_whole(tmp_path: pathlib.Path, monkeypatch) -> None:
