@@ -23,7 +23,7 @@ from tqdm import tqdm
 from fp8_compile.kernels.nvfp4.quantize import METHODS, NEED_HESSIAN, own_global_scale, quantize_nvfp4
 
 from . import checkpoint_layouts as layouts
-from .checkpoint import shard_files
+from .checkpoint import INDEX, remove_checkpoint, shard_files
 from .linear_layers import fused_groups
 from .module_names import Selection
 from .whole_files import DTYPES, SafetensorsWriter, whole_file, write_json
@@ -52,7 +52,7 @@ def pack_folder(
     shapes, where = _tensors_of(files)
     chosen = _choose(shapes, Selection(tuple(include), tuple(exclude)))
     target.mkdir(parents=True, exist_ok=True)
-    (target / "config.json").unlink(missing_ok=True)  # until the end the folder is no checkpoint
+    remove_checkpoint(target)  # until the end the folder is none
     shared = _shared_scales(chosen, where, method)
     weight_map: dict[str, str] = {}
     size = 0
@@ -75,9 +75,7 @@ def pack_folder(
                     bar.update()
                 writer.close()
     if len(files) > 1:
-        write_json(
-            target / "model.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": weight_map}
-        )
+        write_json(target / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
     _finish(source, target, layout, shapes, chosen)
     return list(chosen)
 

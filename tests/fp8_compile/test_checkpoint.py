@@ -219,6 +219,60 @@ def test_another_tools_checkpoint_is_loaded(tmp_path: pathlib.Path) -> None:
         load_checkpoint(larger, tmp_path)
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (32,), (32, 1), (2, 16)], ids=str)
+def test_fp8_of_other_tools_has_a_scale_a_row_or_one_for_all(shape: tuple[int, ...], tmp_path: pathlib.Path) -> None:
+    codes, scales = torch.randn(32, 48).to(torch.float8_e4m3fn), torch.rand(shape) + 1
+    save_file({"a.weight": codes, "a.weight_scale": scales, "a.bias": torch.zeros(32)}, tmp_path / "model.safetensors")
+    model = nn.ModuleDict({"a": nn.Linear(48, 32)})
+    if shape == (2, 16):  # blocks, as many as there are rows
+        with pytest.raises(ValueError, match=r"a: expected FP8 with a scale a row or one for all.* \(2, 16\)"):
+            load_checkpoint(model, tmp_path)
+        return
+    load_checkpoint(model, tmp_path)
+    assert torch.equal(model["a"].dequantize(), codes.float() * (scales if len(shape) != 1 else scales[:, None]))
+    assert model["a"].scales.shape == (32,), "the kernels read one a row"
+
+
+def test_a_checkpoint_of_other_sizes_is_refused(tmp_path: pathlib.Path) -> None:
+    model = nn.ModuleDict({"a": nn.Linear(32, 64)})
+    pack(model, progress=False)
+    save_checkpoint(model, tmp_path)
+    with pytest.raises(ValueError, match=r"a: the checkpoint has a weight of \[64, 32\], the model's is \[64, 48\]"):
+        load_checkpoint(nn.ModuleDict({"a": nn.Linear(48, 64)}), tmp_path)
+
+
+def test_a_layer_in_two_places_is_stored_once_and_in_the_layouts_words(tmp_path: pathlib.Path) -> None:
+    layer = nn.Linear(32, 32)
+    model, other = nn.ModuleDict({"a": layer, "b": layer}), nn.Linear(32, 32)
+    pack(model, progress=False)
+    save_checkpoint(model, tmp_path)
+    parts = ("bias", "weight_packed", "weight_scale", "weight_global_scale")
+    assert set(load_file(tmp_path / "model.safetensors")) == {f"a.{part}" for part in parts}
+    load_checkpoint(nn.ModuleDict({"a": other, "b": other}), tmp_path)
+    torch.testing.assert_close(other.dequantize(), layer.dequantize())
+
+
+def test_a_checkpoint_that_is_written_over_another_leaves_nothing_of_it(tmp_path: pathlib.Path) -> None:
+    old, new = packed_llama(), packed_llama()
+    save_checkpoint(old, tmp_path, "modelopt", shard_bytes=20_000)
+    (tmp_path / "model_card.safetensors").write_bytes(b"")  # somebody else's
+    save_checkpoint(new, tmp_path)
+    files = {"config.json", "model.safetensors", "model_card.safetensors"}
+    assert {file.name for file in tmp_path.iterdir()} == files
+    (tmp_path / "model_card.safetensors").unlink()
+    torch.testing.assert_close(load_checkpoint(llama(), tmp_path)(IDS).logits, new(IDS).logits, rtol=1e-4, atol=1e-5)
+    half = packed_llama(exclude=("*.mlp",))
+    pack(half, "fp8", progress=False)
+    with pytest.raises(ValueError, match="NVFP4 and FP8 layers"):
+        save_checkpoint(half, tmp_path)
+    load_checkpoint(llama(), tmp_path)  # as it was
+
+    llama().save_pretrained(tmp_path / "in")
+    save_checkpoint(old, tmp_path / "out", shard_bytes=20_000)
+    pack_folder(tmp_path / "in", tmp_path / "out", progress=False)
+    assert [file.name for file in (tmp_path / "out").glob("*.safetensors*")] == ["model.safetensors"]
+
+
 def test_wrong_models_and_layouts_are_errors(tmp_path: pathlib.Path) -> None:
     with pytest.raises(ValueError, match="has no packed layer"):
         save_checkpoint(nn.Linear(4, 4), tmp_path)
