@@ -192,6 +192,19 @@ def test_a_bad_step_does_not_undo_what_was_loaded_or_calibrated() -> None:
     assert scaling_state(primed.model).state_dict()["first#0.input.amax_history"][0] == 7
 
 
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+def test_a_model_that_is_attached_again_has_its_loss_scale_again(recipe: str) -> None:
+    run = Run(2.0**4, recipe=recipe)
+    run.step(0)
+    run.train.detach()
+    poison_loss(run)
+    run.optimizer.zero_grad()
+    again = fp8_compile.attach(run.compiled, run.optimizer, loss_scale=2.0**126, weight_cache=False)
+    (100 * run.compiled(torch.randn(8, D)).sum()).backward()
+    run.optimizer.step()
+    assert (again.steps, again.skipped_steps, again.loss_scale) == (0, 1, 2.0**126), "its code overflows by that scale"
+
+
 def test_a_scaler_that_is_off_is_no_scaler() -> None:
     run = Run(LossScaler("cpu", enabled=False))
     run.step(0)
