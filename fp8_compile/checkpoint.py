@@ -15,7 +15,7 @@ import pathlib
 from typing import Any, Mapping
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from fp8_compile.kernels.nvfp4.quantize import quantize_nvfp4
@@ -168,16 +168,24 @@ def read_tensors(folder: pathlib.Path) -> dict[str, Tensor]:
     files = shard_files(folder)
     tensors: dict[str, Tensor] = {}
     for file in files:
-        with safe_open(file, "pt") as opened:
+        with open_tensors(file) as opened:
             tensors.update({name: opened.get_tensor(name) for name in opened.keys()})  # noqa: SIM118
     return tensors
+
+
+def open_tensors(file: pathlib.Path) -> Any:
+    """A safetensors file, to be read tensor by tensor."""
+    try:
+        return safe_open(file, "pt")
+    except SafetensorError as error:
+        raise ValueError(f"{file} is not whole, or no safetensors file: {error}; expected a whole checkpoint") from None
 
 
 def shard_files(folder: pathlib.Path) -> list[pathlib.Path]:
     """The safetensors files of a checkpoint, as its index lists them; one that is missing is an error."""
     index = folder / INDEX
     if index.exists():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        names = sorted(set(json.loads(index.read_text()).get("weight_map", {}).values()))
     else:
         names = sorted(file.name for file in folder.glob("*.safetensors"))
     missing = [name for name in names if not (folder / name).exists()]

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from fp8_compile.kernels.nvfp4.quantize import METHODS, NEED_HESSIAN, own_global_scale, quantize_nvfp4
 
 from . import checkpoint_layouts as layouts
-from .checkpoint import INDEX, remove_checkpoint, shard_files
+from .checkpoint import INDEX, open_tensors, remove_checkpoint, shard_files
 from .linear_layers import fused_groups
 from .module_names import Selection
 from .whole_files import DTYPES, SafetensorsWriter, whole_file, write_json
@@ -106,7 +106,7 @@ def _tensors_of(
     """Dtype and shape of every tensor, and the file it is in, from the headers alone."""
     shapes, where = {}, {}
     for file in files:
-        with safe_open(file, "pt") as tensors:
+        with open_tensors(file) as tensors:
             for key in tensors.keys():  # noqa: SIM118
                 one = tensors.get_slice(key)
                 shapes[key], where[key] = (one.get_dtype(), tuple(one.get_shape())), file

@@ -286,6 +286,17 @@ def test_wrong_models_and_layouts_are_errors(tmp_path: pathlib.Path) -> None:
         load_checkpoint(llama(), tmp_path)
 
 
+def test_files_that_are_not_whole_are_errors_that_name_them(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "config.json").write_text("{}\r\n")
+    (tmp_path / "model.safetensors").write_bytes(b"<html>")
+    for read in (lambda: load_checkpoint(llama(), tmp_path), lambda: pack_folder(tmp_path, tmp_path / "out")):
+        with pytest.raises(ValueError, match=r"model.safetensors is not whole, or no safetensors file"):
+            read()
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ValueError, match="has no safetensors files"):
+        load_checkpoint(llama(), tmp_path)
+
+
 @pytest.mark.parametrize("layout", ["compressed-tensors", "modelopt"])
 def test_a_folder_is_packed_shard_by_shard_as_the_model_would_be(layout: str, tmp_path: pathlib.Path) -> None:
     source, target, model = tmp_path / "in", tmp_path / "out", llama().bfloat16()
