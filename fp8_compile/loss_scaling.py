@@ -132,6 +132,7 @@ class LossScaling(Part):
         self.graphs.clear()  # of passes while nobody was attached
         if setting == "dynamic":
             self.scaler = self.scaler or LossScaler()
+            self._good = self.scaler._get_growth_tracker()
             self._set(self.scaler.get_scale())
         else:
             self._set(float(setting))

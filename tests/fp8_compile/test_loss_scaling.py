@@ -205,6 +205,14 @@ def test_a_model_that_is_attached_again_has_its_loss_scale_again(recipe: str) ->
     assert (again.steps, again.skipped_steps, again.loss_scale) == (0, 1, 2.0**126), "its code overflows by that scale"
 
 
+def test_a_scaler_that_has_counted_steps_before_goes_on_counting() -> None:
+    scaler = LossScaler("cpu", init_scale=4, growth_interval=2)
+    scaler.load_state_dict({**scaler.state_dict(), "_growth_tracker": 1})
+    run = Run(scaler)
+    run.step(0)
+    assert run.train.loss_scale == scaler.get_scale() == 8
+
+
 def test_a_scaler_that_is_off_is_no_scaler() -> None:
     run = Run(LossScaler("cpu", enabled=False))
     run.step(0)
