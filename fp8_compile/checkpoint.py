@@ -186,6 +186,8 @@ def shard_files(folder: pathlib.Path) -> list[pathlib.Path]:
     index = folder / INDEX
     if index.exists():
         names = sorted(set(json.loads(index.read_text()).get("weight_map", {}).values()))
+    elif (folder / "model.safetensors").exists():
+        names = ["model.safetensors"]  # beside it may lie an adapter, or the same weights under other names
     else:
         names = sorted(file.name for file in folder.glob("*.safetensors"))
     missing = [name for name in names if not (folder / name).exists()]
