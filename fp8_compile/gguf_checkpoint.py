@@ -58,6 +58,7 @@ def write_gguf(
     settings = _settings(root)
     architecture = ARCHITECTURES.get(settings.get("model_type", ""), settings.get("model_type", "fp8_compile"))
     renamed = _names(gguf, architecture, settings)
+    _look_at_rotary(settings)
     writer = gguf.GGUFWriter(part, architecture)
     try:
         _add_settings(writer, settings)
@@ -117,6 +118,18 @@ def _names(gguf: Any, architecture: str, settings: Mapping[str, Any]) -> Callabl
         return table.get_name(name, try_suffixes=(".weight", ".bias")) or name
 
     return renamed
+
+
+def _look_at_rotary(settings: Mapping[str, Any]) -> None:
+    """Of a rotary embedding the file says theta alone."""
+    rope = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default":
+        warnings.warn(
+            f"GGUF: the model scales its rotary embedding (rope_type {kind!r}, as Llama 3.1 and later do), which is "
+            "not written: llama.cpp will compute other positions. Its converter writes such models",
+            stacklevel=4,
+        )
 
 
 def _row_order(name: str, rows: int, settings: Mapping[str, Any]) -> Tensor:

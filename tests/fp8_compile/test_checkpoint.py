@@ -167,6 +167,14 @@ def test_gguf_has_the_rows_of_q_and_k_in_order_where_they_are_not_packed_too(tmp
         assert np.array_equal(tensors[f"blk.0.attn_{theirs}"], ours.detach()[order].numpy())
 
 
+def test_gguf_warns_of_a_rotary_embedding_that_it_does_not_say(tmp_path: pathlib.Path) -> None:
+    factors = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+    model = llama(rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **factors})
+    pack(model, progress=False)
+    with pytest.warns(UserWarning, match="scales its rotary embedding .rope_type 'llama3'"):
+        save_checkpoint(model, tmp_path, "gguf")
+
+
 def test_gguf_of_a_gpt2_has_the_sizes_that_its_config_calls_otherwise_and_warns(tmp_path: pathlib.Path) -> None:
     import gguf
     from transformers import GPT2Config, GPT2LMHeadModel
