@@ -150,6 +150,8 @@ def attach(
     check_owner(module, optimizer)
     check_once(lambda: is_offered(module) or bool(optimizer in _trainings and _trainings[optimizer]()))
     reduces = reduces_amaxes(amax_reduction)
+    if isinstance(loss_scale, LossScaler) and not loss_scale.is_enabled():
+        loss_scale = None
     scaler = loss_scale if isinstance(loss_scale, LossScaler) else None
     setting = "dynamic" if isinstance(loss_scale, LossScaler) else Config(loss_scale=loss_scale).loss_scale
     scaling = LossScaling(module, setting, scaler)

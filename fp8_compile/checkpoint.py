@@ -15,7 +15,7 @@ import pathlib
 from typing import Any, Mapping
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from fp8_compile.kernels.nvfp4.quantize import quantize_nvfp4
@@ -23,7 +23,7 @@ from fp8_compile.kernels.nvfp4.weight import NVFP4Weight
 
 from . import checkpoint_layouts as layouts
 from .input_scales import shared_scales
-from .linear_layers import fused_groups, linear_layers, unwrapped
+from .linear_layers import fused_groups, linear_layers, unwrapped, weight_of
 from .pack import ACTIVATIONS
 from .packed_linear import FP8Linear, NVFP4Linear, PackedLinear
 from .whole_files import write_json, write_safetensors
@@ -31,6 +31,7 @@ from .whole_files import write_json, write_safetensors
 log = logging.getLogger("fp8_compile")
 LAYOUTS = (*layouts.LAYOUTS, "gguf")
 SHARD_BYTES = 5_000_000_000
+INDEX = "model.safetensors.index.json"
 
 
 def save_checkpoint(
@@ -50,8 +51,12 @@ def save_checkpoint(
             "save_checkpoint expects a packed model, this one has no packed layer; fp8_compile.pack it first"
         )
     weights = {name: one.nvfp4 for name, one in packed.items() if isinstance(one, NVFP4Linear)}
+    if weights and len(weights) < len(packed):
+        raise ValueError("the model has NVFP4 and FP8 layers; one checkpoint holds one format, pack it in one")
+    inputs = _fp8_inputs(packed)
     _share_global_scales(weights)
-    others = {name: tensor for name, tensor in root.state_dict().items() if not _is_packed(name, packed)}
+    everywhere = dict(root.named_modules(remove_duplicate=False))  # a layer in two places has two names in state_dict()
+    others = {name: tensor for name, tensor in root.state_dict().items() if not _is_packed(name, everywhere)}
     if layout == "gguf":
         from .gguf_checkpoint import write_gguf
 
@@ -63,14 +68,13 @@ def save_checkpoint(
             tensors |= layouts.fp8_tensors(name, layer.codes, layer.scales, layer.input_scale, layout)
         else:
             tensors |= layouts.nvfp4_tensors(name, weights[name], layout)
+    remove_checkpoint(folder)
     _write_shards(folder, tensors, shard_bytes)
     ignore = [name for name in linear_layers(root) if name not in packed]
     format = "nvfp4" if weights else "fp8"
-    if weights and len(weights) < len(packed):
-        raise ValueError("the model has NVFP4 and FP8 layers; one checkpoint holds one format, pack it in one")
     if layout == "modelopt":
         write_json(folder / "hf_quant_config.json", layouts.modelopt_file(ignore))
-    described = layouts.quantization_config(layout, format, ignore, _fp8_inputs(packed))
+    described = layouts.quantization_config(layout, format, ignore, inputs)
     config = _own_config(root) | {"quantization_config": described}
     write_json(folder / "config.json", config)  # last: a folder without it is not a checkpoint
 
@@ -115,19 +119,33 @@ def load_checkpoint(
         names = [f"{name}.{part}" for part in _PARTS[layout]]
         used.update(names, (f"{name}.input_scale", f"{name}.input_global_scale"))
         if layout == "fp8":
-            codes, scales = (tensors[one].to(device) for one in names)
+            codes, scales = (one.to(device) for one in layouts.fp8_from(name, tensors))
+            _check_shape(name, layer, tuple(codes.shape))
             scale = input_scales[name].to(device) if activations and name in input_scales else None
-            FP8Linear.convert(layer, codes, scales.to(torch.float32).reshape(-1), dtype, activations, scale)
+            FP8Linear.convert(layer, codes, scales, dtype, activations, scale)
         else:
-            NVFP4Linear.convert(layer, layouts.nvfp4_from(name, tensors, layout).to(device), dtype, activations)
+            weight = layouts.nvfp4_from(name, tensors, layout).to(device)
+            _check_shape(name, layer, weight.shape)
+            NVFP4Linear.convert(layer, weight, dtype, activations)
     rest = {name: tensor for name, tensor in tensors.items() if name not in used}
     missing, unexpected = root.load_state_dict(rest, strict=False)
-    parts = ("codes", "block_scales", "global_scale", "scales", "input_scale")
-    inside = tuple(f"{name}.{part}" for name in found for part in parts)
-    missing = [name for name in missing if name not in inside and not _is_tied(root, name, rest)]
+    filled = {id(modules[name]) for name in found}
+    everywhere = root.named_modules(remove_duplicate=False)
+    inside = {name: module for name, module in everywhere if id(module) in filled}
+    missing = [name for name in missing if not _is_packed(name, inside) and not _is_tied(root, name, rest)]
     if strict and (missing or unexpected):
         raise ValueError(f"{folder}: tensors missing: {missing or 'none'}; not of this model: {unexpected or 'none'}")
     return model
+
+
+def _check_shape(name: str, layer: nn.Module, stored: tuple[int, ...]) -> None:
+    packed = isinstance(layer, PackedLinear)
+    expected = (layer.out_features, layer.in_features) if packed else tuple(weight_of(layer).shape)
+    if stored != expected:
+        raise ValueError(
+            f"{name}: the checkpoint has a weight of {list(stored)}, the model's is {list(expected)}; load it into the "
+            "architecture it was saved from"
+        )
 
 
 def _check_activations(found: Mapping[str, str], activations: str | None) -> None:
@@ -150,22 +168,40 @@ def read_tensors(folder: pathlib.Path) -> dict[str, Tensor]:
     files = shard_files(folder)
     tensors: dict[str, Tensor] = {}
     for file in files:
-        with safe_open(file, "pt") as opened:
+        with open_tensors(file) as opened:
             tensors.update({name: opened.get_tensor(name) for name in opened.keys()})  # noqa: SIM118
     return tensors
 
 
+def open_tensors(file: pathlib.Path) -> Any:
+    """A safetensors file, to be read tensor by tensor."""
+    try:
+        return safe_open(file, "pt")
+    except SafetensorError as error:
+        raise ValueError(f"{file} is not whole, or no safetensors file: {error}; expected a whole checkpoint") from None
+
+
 def shard_files(folder: pathlib.Path) -> list[pathlib.Path]:
     """The safetensors files of a checkpoint, as its index lists them; one that is missing is an error."""
-    index = folder / "model.safetensors.index.json"
+    index = folder / INDEX
     if index.exists():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        names = sorted(set(json.loads(index.read_text()).get("weight_map", {}).values()))
+    elif (folder / "model.safetensors").exists():
+        names = ["model.safetensors"]  # beside it may lie an adapter, or the same weights under other names
     else:
         names = sorted(file.name for file in folder.glob("*.safetensors"))
     missing = [name for name in names if not (folder / name).exists()]
     if missing or not names:
         raise ValueError(f"{folder} has no {', '.join(missing) or 'safetensors files'}; expected a whole checkpoint")
     return [folder / name for name in names]
+
+
+def remove_checkpoint(folder: pathlib.Path) -> None:
+    """Make room for another one: files of an earlier one that are not overwritten would be read with it, or instead."""
+    names = ("config.json", INDEX, "hf_quant_config.json")
+    shards = folder.glob("model-?????-of-?????.safetensors")
+    for file in [*(folder / name for name in names), folder / "model.safetensors", *shards]:
+        file.unlink(missing_ok=True)
 
 
 def _share_global_scales(weights: dict[str, NVFP4Weight]) -> None:
@@ -179,9 +215,10 @@ def _share_global_scales(weights: dict[str, NVFP4Weight]) -> None:
             weights[name] = quantize_nvfp4(weights[name].dequantize(), "sweep", global_scale=shared, name=name)
 
 
-def _is_packed(name: str, packed: Mapping[str, PackedLinear]) -> bool:
+def _is_packed(name: str, modules: Mapping[str, nn.Module]) -> bool:
     layer, _, part = name.rpartition(".")
-    return layer in packed and part in packed[layer].packed
+    module = modules.get(layer)
+    return isinstance(module, PackedLinear) and part in module.packed
 
 
 def _without_twins(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -215,7 +252,7 @@ def _write_shards(folder: pathlib.Path, tensors: dict[str, Tensor], shard_bytes:
         write_safetensors(folder / name, shard)
     where = {tensor: name for name, shard in zip(names, shards) for tensor in shard}
     size = sum(tensor.nbytes for tensor in tensors.values())
-    write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": where})
+    write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": where})
 
 
 def _own_config(root: nn.Module) -> dict[str, Any]:

@@ -90,6 +90,18 @@ def nvfp4_from(name: str, tensors: Mapping[str, Tensor], layout: str) -> NVFP4We
     return NVFP4Weight(codes, scales.to(torch.float8_e4m3fn), global_scale.reshape(()), 2 * codes.shape[1])
 
 
+def fp8_from(name: str, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """One layer's codes [N, K] and scales fp32 [N] out of a checkpoint's tensors; one scale for all is one a row."""
+    codes, scales = tensors[f"{name}.weight"], tensors[f"{name}.weight_scale"]
+    rows = codes.shape[0]
+    if codes.dtype != torch.float8_e4m3fn or tuple(scales.shape) not in ((), (1,), (1, 1), (rows,), (rows, 1)):
+        raise ValueError(
+            f"{name}: expected FP8 with a scale a row or one for all, codes e4m3 [N, K] and scales [N, 1], [N] or [1], "
+            f"got {codes.dtype} {tuple(codes.shape)} and {tuple(scales.shape)}"
+        )
+    return codes, scales.to(torch.float32).reshape(-1).expand(rows).contiguous()
+
+
 # Of FP8 inputs in compressed-tensors' words, by whether their scales are static.
 FP8_INPUTS = {
     True: {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False},

@@ -17,10 +17,11 @@ import tempfile
 from typing import Any, Iterator, Mapping, Sequence
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch._inductor import aot_compile
 from torch.export import ExportedProgram
 from torch.export.pt2_archive._package import package_pt2
+from torch.utils._pytree import tree_map_only
 
 from fp8_compile.kernels.cpu import ahead_of_time
 
@@ -83,6 +84,7 @@ def export(
         raise ValueError(f"path: expected a name that ends in .pt2, as torch's packages do, got {str(path)!r}")
     packed = _packed(model, weights, calibration, options)
     _check_model(packed)
+    args, kwargs = tree_map_only(Tensor, Tensor.contiguous, (args, kwargs))  # as load gives them to the code
     program = traced(packed, args, kwargs, dynamic_shapes)
     described = describe(program)
     files, report = _compiled(program, _names(packed), config)

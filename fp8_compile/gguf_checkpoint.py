@@ -58,6 +58,7 @@ def write_gguf(
     settings = _settings(root)
     architecture = ARCHITECTURES.get(settings.get("model_type", ""), settings.get("model_type", "fp8_compile"))
     renamed = _names(gguf, architecture, settings)
+    _look_at_rotary(settings)
     writer = gguf.GGUFWriter(part, architecture)
     try:
         _add_settings(writer, settings)
@@ -65,6 +66,8 @@ def write_gguf(
         for name, tensor in others.items():
             wide = tensor.dim() > 1 and tensor.dtype in (torch.bfloat16, torch.float16)
             kept = tensor.detach().cpu().to(torch.float16 if wide else torch.float32)
+            if tensor.dim():  # q and k that were not packed, and their biases
+                kept = kept[_row_order(name.rpartition(".")[0], len(kept), settings)]
             writer.add_tensor(renamed(name), kept.numpy())
         for name, weight in weights.items():
             order = _row_order(name, weight.shape[0], settings)
@@ -115,6 +118,18 @@ def _names(gguf: Any, architecture: str, settings: Mapping[str, Any]) -> Callabl
         return table.get_name(name, try_suffixes=(".weight", ".bias")) or name
 
     return renamed
+
+
+def _look_at_rotary(settings: Mapping[str, Any]) -> None:
+    """Of a rotary embedding the file says theta alone."""
+    rope = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default":
+        warnings.warn(
+            f"GGUF: the model scales its rotary embedding (rope_type {kind!r}, as Llama 3.1 and later do), which is "
+            "not written: llama.cpp will compute other positions. Its converter writes such models",
+            stacklevel=4,
+        )
 
 
 def _row_order(name: str, rows: int, settings: Mapping[str, Any]) -> Tensor:

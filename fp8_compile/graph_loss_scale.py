@@ -50,6 +50,7 @@ class GraphLossScale:
 
 # By module, for every module of an attached model: gives the scale that a config asks for, or None.
 _attached: weakref.WeakKeyDictionary[nn.Module, weakref.WeakMethod] = weakref.WeakKeyDictionary()
+_of_attached: weakref.WeakKeyDictionary[nn.Module, GraphLossScale] = weakref.WeakKeyDictionary()
 _fixed: weakref.WeakKeyDictionary[nn.Module, GraphLossScale] = weakref.WeakKeyDictionary()  # by options alone
 _compiled: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # have code
 # Compiled for training without a loss scale: the Python code of the frames.
@@ -60,6 +61,11 @@ def offer(model: nn.Module, give: Callable[[Config], GraphLossScale | None]) -> 
     """Ask ``give``, a method, for the loss scale of graphs of this model that are compiled from now on."""
     for module in model.modules():
         _attached[module] = weakref.WeakMethod(give)
+
+
+def graph_loss_scale(model: nn.Module) -> GraphLossScale:
+    """That of an attached model; the same at every attach, since code that was compiled for the first one reads it."""
+    return _of_attached.setdefault(model, GraphLossScale())
 
 
 def withdraw(model: nn.Module) -> None:

@@ -40,7 +40,8 @@ class LoadedModel:
         if spec != self._inputs:
             raise ValueError(f"the package was exported for arguments like {self._inputs}, got {spec}")
         check(flat, self.manifest.inputs, self.manifest.ranges)
-        tensors = [value.detach() for value in flat if isinstance(value, torch.Tensor)]
+        # The code was made for contiguous inputs, and would read others as if they were.
+        tensors = [value.detach().contiguous() for value in flat if isinstance(value, torch.Tensor)]
         return pytree.tree_unflatten(self._loader.boxed_run(tensors), self._outputs)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from .config import Config
-from .graph_loss_scale import GraphLossScale, compiled_without, offer, withdraw
+from .graph_loss_scale import GraphLossScale, compiled_without, graph_loss_scale, offer, withdraw
 from .kept_histories import KeptHistories
 from .loss_scaler import LossScaler
 from .training_part import Part, Step
@@ -29,7 +29,7 @@ class LossScaling(Part):
 
     def __init__(self, model: nn.Module, setting: float | str | None, scaler: LossScaler | None = None) -> None:
         self.model, self.setting = model, setting
-        self.graphs = GraphLossScale()
+        self.graphs = graph_loss_scale(model)
         self.histories = KeptHistories(model)
         self.scaler = scaler
         self._good = 0  # steps since the scale was changed: the scaler's growth tracker, without asking the device
@@ -129,8 +129,10 @@ class LossScaling(Part):
                 "or torch._dynamo.reset() before attach()"
             )
         self.setting = setting
+        self.graphs.clear()  # of passes while nobody was attached
         if setting == "dynamic":
             self.scaler = self.scaler or LossScaler()
+            self._good = self.scaler._get_growth_tracker()
             self._set(self.scaler.get_scale())
         else:
             self._set(float(setting))

@@ -57,7 +57,8 @@ class MasterWeights(Part):
         weight gets its master, rounded."""
         self._take_edits()
         self._adopt()
-        torch._foreach_copy_(list(self._masters), list(self._masters.values()))
+        if self._masters:
+            torch._foreach_copy_(list(self._masters), list(self._masters.values()))
         self._remember()
 
     def memory_bytes(self) -> int:

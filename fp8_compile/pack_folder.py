@@ -23,7 +23,7 @@ from tqdm import tqdm
 from fp8_compile.kernels.nvfp4.quantize import METHODS, NEED_HESSIAN, own_global_scale, quantize_nvfp4
 
 from . import checkpoint_layouts as layouts
-from .checkpoint import shard_files
+from .checkpoint import INDEX, open_tensors, remove_checkpoint, shard_files
 from .linear_layers import fused_groups
 from .module_names import Selection
 from .whole_files import DTYPES, SafetensorsWriter, whole_file, write_json
@@ -31,6 +31,7 @@ from .whole_files import DTYPES, SafetensorsWriter, whole_file, write_json
 # Parts of a name that say that a matrix is looked up in, or too small and too important to round.
 NOT_LINEAR = ("embed", "wte", "wpe", "norm", "router", "relative_attention_bias")
 NOT_LINEAR_NAMES = ("gate", "shared", "shared_expert_gate", "ln_f")
+TRANSPOSED = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp")  # models of transformers' Conv1D
 TORCH = {name: dtype for dtype, name in DTYPES.items()}
 
 
@@ -51,7 +52,7 @@ def pack_folder(
     shapes, where = _tensors_of(files)
     chosen = _choose(shapes, Selection(tuple(include), tuple(exclude)))
     target.mkdir(parents=True, exist_ok=True)
-    (target / "config.json").unlink(missing_ok=True)  # until the end the folder is no checkpoint
+    remove_checkpoint(target)  # until the end the folder is none
     shared = _shared_scales(chosen, where, method)
     weight_map: dict[str, str] = {}
     size = 0
@@ -74,9 +75,7 @@ def pack_folder(
                     bar.update()
                 writer.close()
     if len(files) > 1:
-        write_json(
-            target / "model.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": weight_map}
-        )
+        write_json(target / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
     _finish(source, target, layout, shapes, chosen)
     return list(chosen)
 
@@ -91,8 +90,14 @@ def _check(source: pathlib.Path, target: pathlib.Path, method: str, layout: str)
     possible = [one for one in METHODS if one not in NEED_HESSIAN]
     if method not in possible:
         raise ValueError(f"method={method!r}; without the model's activations, expected one of: {', '.join(possible)}")
-    if "quantization_config" in json.loads((source / "config.json").read_text()):
+    config = json.loads((source / "config.json").read_text())
+    if "quantization_config" in config:
         raise ValueError(f"{source} is quantized already; start from the original weights")
+    if config.get("model_type") in TRANSPOSED:
+        raise ValueError(
+            f"{source} is a {config['model_type']} model, whose weights are stored [K, N]; load the model, "
+            "fp8_compile.pack it and save_checkpoint"
+        )
 
 
 def _tensors_of(
@@ -101,7 +106,7 @@ def _tensors_of(
     """Dtype and shape of every tensor, and the file it is in, from the headers alone."""
     shapes, where = {}, {}
     for file in files:
-        with safe_open(file, "pt") as tensors:
+        with open_tensors(file) as tensors:
             for key in tensors.keys():  # noqa: SIM118
                 one = tensors.get_slice(key)
                 shapes[key], where[key] = (one.get_dtype(), tuple(one.get_shape())), file
@@ -170,10 +175,11 @@ def _finish(
         if file.is_file() and not weights and file.name != "config.json":
             with whole_file(target / file.name) as out, open(file, "rb") as given:
                 shutil.copyfileobj(given, out)
-    linear = [
-        key.removesuffix(".weight") for key, (_, shape) in shapes.items() if key.endswith(".weight") and len(shape) == 2
-    ]
-    ignore = [layer for layer in linear if layer not in chosen and not re.search("embed|wte|wpe|norm", layer.lower())]
+    # Embeddings too, which does no harm: no name tells them from layers such as ALBERT's embedding_hidden_mapping_in. A
+    # head that is tied to one is not in the files, but it is a linear layer of the model.
+    matrices = [key for key, (_, shape) in shapes.items() if key.endswith(".weight") and len(shape) == 2]
+    linear = dict.fromkeys([*(key.removesuffix(".weight") for key in matrices), "lm_head"])
+    ignore = [layer for layer in linear if layer not in chosen]
     if layout == "modelopt":
         write_json(target / "hf_quant_config.json", layouts.modelopt_file(ignore))
     config = json.loads((source / "config.json").read_text())

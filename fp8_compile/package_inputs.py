@@ -6,12 +6,13 @@ what each input was when it was exported, flattened, in order:
     {"name": "x", "dtype": "float32", "shape": ["s0", 64]}       a tensor; sizes that may vary by their name
     {"name": "flag", "value": true}                              anything else is part of the code
 
-and ``ranges`` says between what a size may vary.
+and ``ranges`` says between what a size may vary. Tensors are contiguous: export and load make them so.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from typing import Any, Mapping, Sequence
 
 import torch
@@ -19,6 +20,8 @@ from torch.export import ExportedProgram
 from torch.utils._pytree import tree_leaves
 
 PLAIN = (type(None), bool, int, float, str)
+# A size that varies: s0, 2*s0, s0 + 1, 2*s0 - 1. torch.export knows no others.
+_VARYING = re.compile(r"(?:(?P<factor>\d+)\*)?(?P<symbol>[A-Za-z_]\w*)(?: (?P<term>[+-] \d+))?")
 
 
 def describe(program: ExportedProgram) -> dict[str, Any]:
@@ -73,10 +76,12 @@ def _check_tensor(
     for size, expected in zip(value.shape, shape):
         if isinstance(expected, int):
             fits = fits and size == expected
-        elif expected.isidentifier():  # a size of its own; others, such as 2*s0, are checked where s0 is
-            lower, upper = ranges.get(expected, (0, None))
-            fits = fits and size >= (lower or 0) and (upper is None or size <= upper)
-            fits = fits and sizes.setdefault(expected, size) == size
+        elif (found := _VARYING.fullmatch(expected)) is not None:
+            factor, term = int(found["factor"] or 1), int((found["term"] or "0").replace(" ", ""))
+            own, rest = divmod(size - term, factor)
+            lower, upper = ranges.get(found["symbol"], (0, None))
+            fits = fits and not rest and own >= (lower or 0) and (upper is None or own <= upper)
+            fits = fits and sizes.setdefault(found["symbol"], own) == own
     if not fits:
         raise ValueError(
             f"input {name}: expected shape [{', '.join(map(str, shape))}]{_ranges(shape, ranges)}, got "

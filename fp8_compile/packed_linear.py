@@ -67,8 +67,7 @@ class PackedLinear(nn.Module):
             moved = fn(given)
             if moved is not given:  # or layers that share a tensor would have one each
                 self._buffers[name] = moved.view(value.dtype).reshape(value.shape)
-        if self.bias is not None and self.bias.is_floating_point():
-            self.dtype = self.bias.dtype
+        self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype  # a layer without bias follows casts, too
         return self
 
 

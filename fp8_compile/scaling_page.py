@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fp8_compile.kernels.delayed_scaling import ABSENT, DEQUANT, QUANT, update_in_place_op
 from fp8_compile.passes.delay_scales import UpdateRule
-from fp8_compile.passes.slot import Slot
+from fp8_compile.passes.slot import FIELDS, Slot
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,11 +36,33 @@ class Page:
             self.scales = torch.zeros(2, capacity, dtype=torch.float32)
             self.counts = torch.zeros(2, capacity, dtype=torch.int32)
             self.stats = torch.zeros(capacity, 5, dtype=torch.float64)
+        self._kept: list[Tensor] | None = None  # FIELDS for restore(); None: as if no pass had been
 
     def clear(self) -> None:
+        self._kept = None
         self.amaxes.data.fill_(ABSENT)
         for tensor in (self.history, self.scales, self.counts, self.stats):
             tensor.data.zero_()
+
+    def keep(self) -> None:
+        """Remember everything as it is now."""
+        torch._foreach_copy_(self._copies(), self._tensors())
+
+    def restore(self) -> None:
+        """As it was when it was kept; what was loaded or calibrated since then stays."""
+        if self._kept is None:
+            self.clear()
+        else:
+            torch._foreach_copy_(self._tensors(), self._kept)
+
+    def _tensors(self) -> list[Tensor]:
+        return [getattr(self, field).data for field in FIELDS]
+
+    def _copies(self) -> list[Tensor]:
+        if self._kept is None:
+            amaxes, *others = self._tensors()
+            self._kept = [torch.full_like(amaxes, ABSENT), *map(torch.zeros_like, others)]
+        return self._kept
 
     def settle(self) -> None:
         """Do the update that the next pass would begin with: what was recorded becomes history."""
@@ -72,9 +94,15 @@ class Page:
 
     def set_row(self, row: int, saved: Mapping[str, Tensor]) -> None:
         scale = saved["scale"] * (self.kind.largest / float(saved["largest"])) / self.unit  # saved for another format
-        # .data, here and below: a forward may have saved the state for its backward, and autograd compares versions.
-        self.scales.data[QUANT, row] = scale
-        self.scales.data[DEQUANT, row] = torch.where(scale > 0, 1.0 / scale, 0.0)
-        self.amaxes.data[row] = ABSENT
-        self.history.data[row] = saved["amax_history"] * self.unit
-        self.counts.data[:, row] = saved["counts"]
+        # .data, in _tensors: a forward may have saved the state for its backward, and autograd compares versions.
+        for amaxes, history, scales, counts in (self._tensors(), self._copies()):
+            scales[QUANT, row] = scale
+            scales[DEQUANT, row] = torch.where(scale > 0, 1.0 / scale, 0.0)
+            amaxes[row] = ABSENT
+            history[row] = saved["amax_history"] * self.unit
+            counts[:, row] = saved["counts"]
+
+    def prime(self, row: int, amax: float) -> None:
+        """As if a pass had seen that amax."""
+        for amaxes in (self._tensors()[0], self._copies()[0]):
+            amaxes[row] = max(float(amaxes[row]), amax)

@@ -38,7 +38,7 @@ class Calibration(Protocol):
     """What :meth:`ScalingState.prime` asks of ``fp8_compile.calibrate``'s result."""
 
     def amax(self, name: str) -> float | Tensor:
-        """The largest magnitude that a module's input had; KeyError for one that was not looked at."""
+        """The largest magnitude that a module's input had; KeyError or ValueError for one that was not looked at."""
         ...
 
 
@@ -158,9 +158,9 @@ class ScalingState:
             return False
         try:
             amax = float(self._calibration.amax(slot.module))
-        except KeyError:  # not a module that was calibrated: a matmul outside any layer
+        except (KeyError, ValueError):  # not a module that was calibrated: a matmul outside any layer
             return False
-        page.amaxes.data[row] = max(float(page.amaxes[row]), amax)
+        page.prime(row, amax)
         return True
 
     def reset(self) -> None:

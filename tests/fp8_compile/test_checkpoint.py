@@ -22,10 +22,10 @@ from fp8_compile.packed_linear import NVFP4Linear
 LAYER = "model.layers.0"
 
 
-def llama() -> LlamaForCausalLM:
+def llama(**options: object) -> LlamaForCausalLM:
     sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
-    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, tie_word_embeddings=True)).eval()
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, tie_word_embeddings=True, **options)).eval()
 
 
 def packed_llama(**options: object) -> LlamaForCausalLM:
@@ -153,6 +153,28 @@ def test_ggufs_reader_and_dequantizer_give_our_weights(tmp_path: pathlib.Path) -
         save_checkpoint(odd, tmp_path / "odd", "gguf")
 
 
+def test_gguf_has_the_rows_of_q_and_k_in_order_where_they_are_not_packed_too(tmp_path: pathlib.Path) -> None:
+    import gguf
+
+    model = llama(attention_bias=True)
+    nn.init.normal_(model.get_submodule(f"{LAYER}.self_attn.k_proj").bias)
+    pack(model, exclude=("*.q_proj",), progress=False)
+    save_checkpoint(model, tmp_path, "gguf")
+    tensors = {tensor.name: tensor.data for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
+    attention = model.get_submodule(f"{LAYER}.self_attn")
+    for ours, theirs, heads in [(attention.q_proj.weight, "q.weight", 4), (attention.k_proj.bias, "k.bias", 2)]:
+        order = torch.arange(16 * heads).view(heads, 2, 8).transpose(1, 2).reshape(-1)
+        assert np.array_equal(tensors[f"blk.0.attn_{theirs}"], ours.detach()[order].numpy())
+
+
+def test_gguf_warns_of_a_rotary_embedding_that_it_does_not_say(tmp_path: pathlib.Path) -> None:
+    factors = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+    model = llama(rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **factors})
+    pack(model, progress=False)
+    with pytest.warns(UserWarning, match="scales its rotary embedding .rope_type 'llama3'"):
+        save_checkpoint(model, tmp_path, "gguf")
+
+
 def test_gguf_of_a_gpt2_has_the_sizes_that_its_config_calls_otherwise_and_warns(tmp_path: pathlib.Path) -> None:
     import gguf
     from transformers import GPT2Config, GPT2LMHeadModel
@@ -205,6 +227,59 @@ def test_another_tools_checkpoint_is_loaded(tmp_path: pathlib.Path) -> None:
         load_checkpoint(larger, tmp_path)
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (32,), (32, 1), (2, 16)], ids=str)
+def test_fp8_of_other_tools_has_a_scale_a_row_or_one_for_all(shape: tuple[int, ...], tmp_path: pathlib.Path) -> None:
+    codes, scales = torch.randn(32, 48).to(torch.float8_e4m3fn), torch.rand(shape) + 1
+    save_file({"a.weight": codes, "a.weight_scale": scales, "a.bias": torch.zeros(32)}, tmp_path / "model.safetensors")
+    model = nn.ModuleDict({"a": nn.Linear(48, 32)})
+    if shape == (2, 16):  # blocks, as many as there are rows
+        with pytest.raises(ValueError, match=r"a: expected FP8 with a scale a row or one for all.* \(2, 16\)"):
+            load_checkpoint(model, tmp_path)
+        return
+    load_checkpoint(model, tmp_path)
+    assert torch.equal(model["a"].dequantize(), codes.float() * (scales if len(shape) != 1 else scales[:, None]))
+    assert model["a"].scales.shape == (32,), "the kernels read one a row"
+
+
+def test_a_checkpoint_of_other_sizes_is_refused(tmp_path: pathlib.Path) -> None:
+    model = nn.ModuleDict({"a": nn.Linear(32, 64)})
+    pack(model, progress=False)
+    save_checkpoint(model, tmp_path)
+    with pytest.raises(ValueError, match=r"a: the checkpoint has a weight of \[64, 32\], the model's is \[64, 48\]"):
+        load_checkpoint(nn.ModuleDict({"a": nn.Linear(48, 64)}), tmp_path)
+
+
+def test_a_layer_in_two_places_is_stored_once_and_in_the_layouts_words(tmp_path: pathlib.Path) -> None:
+    layer = nn.Linear(32, 32)
+    model, other = nn.ModuleDict({"a": layer, "b": layer}), nn.Linear(32, 32)
+    pack(model, progress=False)
+    save_checkpoint(model, tmp_path)
+    parts = ("bias", "weight_packed", "weight_scale", "weight_global_scale")
+    assert set(load_file(tmp_path / "model.safetensors")) == {f"a.{part}" for part in parts}
+    load_checkpoint(nn.ModuleDict({"a": other, "b": other}), tmp_path)
+    torch.testing.assert_close(other.dequantize(), layer.dequantize())
+
+
+def test_a_checkpoint_that_is_written_over_another_leaves_nothing_of_it(tmp_path: pathlib.Path) -> None:
+    old, new = packed_llama(), packed_llama()
+    save_checkpoint(old, tmp_path, "modelopt", shard_bytes=20_000)
+    (tmp_path / "model_card.safetensors").write_bytes(b"")  # somebody else's, neither removed nor read
+    save_checkpoint(new, tmp_path)
+    files = {"config.json", "model.safetensors", "model_card.safetensors"}
+    assert {file.name for file in tmp_path.iterdir()} == files
+    torch.testing.assert_close(load_checkpoint(llama(), tmp_path)(IDS).logits, new(IDS).logits, rtol=1e-4, atol=1e-5)
+    half = packed_llama(exclude=("*.mlp",))
+    pack(half, "fp8", progress=False)
+    with pytest.raises(ValueError, match="NVFP4 and FP8 layers"):
+        save_checkpoint(half, tmp_path)
+    load_checkpoint(llama(), tmp_path)  # as it was
+
+    llama().save_pretrained(tmp_path / "in")
+    save_checkpoint(old, tmp_path / "out", shard_bytes=20_000)
+    pack_folder(tmp_path / "in", tmp_path / "out", progress=False)
+    assert [file.name for file in (tmp_path / "out").glob("*.safetensors*")] == ["model.safetensors"]
+
+
 def test_wrong_models_and_layouts_are_errors(tmp_path: pathlib.Path) -> None:
     with pytest.raises(ValueError, match="has no packed layer"):
         save_checkpoint(nn.Linear(4, 4), tmp_path)
@@ -214,6 +289,17 @@ def test_wrong_models_and_layouts_are_errors(tmp_path: pathlib.Path) -> None:
     pack(odd, progress=False)
     with pytest.raises(ValueError, match="a: checkpoints hold NVFP4 .* got K=40"):
         save_checkpoint(odd, tmp_path)
+    with pytest.raises(ValueError, match="has no safetensors files"):
+        load_checkpoint(llama(), tmp_path)
+
+
+def test_files_that_are_not_whole_are_errors_that_name_them(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "config.json").write_text("{}\r\n")
+    (tmp_path / "model.safetensors").write_bytes(b"<html>")
+    for read in (lambda: load_checkpoint(llama(), tmp_path), lambda: pack_folder(tmp_path, tmp_path / "out")):
+        with pytest.raises(ValueError, match=r"model.safetensors is not whole, or no safetensors file"):
+            read()
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(ValueError, match="has no safetensors files"):
         load_checkpoint(llama(), tmp_path)
 
@@ -234,11 +320,25 @@ def test_a_folder_is_packed_shard_by_shard_as_the_model_would_be(layout: str, tm
         if not name.endswith("global_scale"):
             assert torch.equal(other.state_dict()[name].float(), value.float()), name
     config = json.loads((target / "config.json").read_text())["quantization_config"]
-    assert set(config["ignore"]) == {f"{LAYER}.mlp.down_proj"}
+    # The head is tied, so that no file has it; yet transformers would take it for packed.
+    assert set(config["ignore"]) == {f"{LAYER}.mlp.down_proj", "model.embed_tokens", "lm_head"}
     index = json.loads((target / "model.safetensors.index.json").read_text())["weight_map"]
     for name, file in index.items():
         with safe_open(target / file, "pt") as opened:
             assert name in opened.keys()  # noqa: SIM118
+
+
+def test_folders_say_which_matrices_are_not_packed_and_refuse_those_that_are_transposed(tmp_path: pathlib.Path) -> None:
+    from transformers import AlbertConfig, AlbertModel, GPT2Config, GPT2LMHeadModel
+
+    sizes = {"vocab_size": 32, "hidden_size": 64, "embedding_size": 32, "intermediate_size": 64}
+    AlbertModel(AlbertConfig(**sizes, num_attention_heads=4)).save_pretrained(tmp_path / "albert")
+    pack_folder(tmp_path / "albert", tmp_path / "packed", progress=False)
+    ignored = json.loads((tmp_path / "packed" / "config.json").read_text())["quantization_config"]["ignore"]
+    assert "encoder.embedding_hidden_mapping_in" in ignored, "a linear layer, whatever it is called"
+    GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=1, n_head=4, vocab_size=32)).save_pretrained(tmp_path / "gpt2")
+    with pytest.raises(ValueError, match=r"a gpt2 model, whose weights are stored \[K, N\]; load the model"):
+        pack_folder(tmp_path / "gpt2", tmp_path / "packed", progress=False)
 
 
 def test_an_interrupted_run_leaves_nothing_that_looks_whole(tmp_path: pathlib.Path, monkeypatch) -> None:

@@ -170,6 +170,30 @@ def test_a_call_that_does_not_fit_is_refused(exported: Exported, arguments: tupl
         fp8_compile.load(exported.path)(*arguments, scale=exported.scale)
 
 
+class Twice(nn.Module):
+    """A size that is another one's double, and operations whose code walks over its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.layer(x.sin()).repeat(2, 1) + 2 * y
+
+
+def test_inputs_lie_as_they_like_and_a_size_that_follows_from_another_is_checked(tmp_path: pathlib.Path) -> None:
+    model, path, batch = Twice().eval(), tmp_path / "two words" / "model.pt2", Dim("batch", min=2, max=64)
+    example = torch.randn(32, 4).t(), torch.randn(32, 8).t()
+    fp8_compile.export(model, example, path, weights="fp8", dynamic_shapes=({0: batch}, {0: 2 * batch}))
+    loaded = fp8_compile.load(path)
+    for x, y in [example, (torch.randn(3, 64)[:, ::2], torch.randn(1, 32).expand(6, 32))]:
+        assert torch.equal(loaded(x, y), loaded(x.contiguous(), y.contiguous()))
+        torch.testing.assert_close(loaded(x, y), model(x, y), rtol=0.1, atol=0.1)
+    for rows in (3, 7, 10):
+        with pytest.raises(ValueError, match=rf"input y: expected shape \[2\*s\d+, 32\].*, got \[{rows}, 32\]"):
+            loaded(torch.randn(4, 32), torch.randn(rows, 32))
+
+
 def test_files_that_are_cut_short_changed_or_foreign_are_refused(exported: Exported, tmp_path: pathlib.Path) -> None:
     whole, path = exported.path.read_bytes(), tmp_path / "model.pt2"
     for data in (whole[: len(whole) // 2], whole[:-1000], b"", b"not a package"):

@@ -165,6 +165,61 @@ def test_a_first_step_that_is_bad_leaves_the_next_one_to_be_the_first() -> None:
     assert_equal(bad.everything(), good.everything())
 
 
+def test_a_bad_step_does_not_undo_what_was_loaded_or_calibrated() -> None:
+    """Before the first pass of a resumed run, and between a step and the next."""
+    first = Run("dynamic")
+    first.step(0)
+    saved = first.train.state_dict()
+    resumed = Run("dynamic")
+    resumed.train.load_state_dict(saved)
+    bad_step(resumed, poison_input)
+    assert_equal(scaling_state(resumed.model).state_dict(), scaling_state(first.model).state_dict())
+
+    resumed.step(1)
+    scaling_state(resumed.model).load_state_dict(saved["scaling"]["states"][""])
+    bad_step(resumed, poison_gradient)
+    assert_equal(scaling_state(resumed.model).state_dict(), scaling_state(first.model).state_dict())
+    scaling_state(resumed.model).reset()
+    bad_step(resumed, poison_loss)
+    state = scaling_state(resumed.model).state_dict()
+    assert all(not tensor.any() for name, tensor in state.items() if name.endswith((".scale", ".amax_history")))
+
+    primed = Run("dynamic")
+    calibration = fp8_compile.calibrate(primed.model, [torch.full((8, D), 7.0)], hessians=False, progress=False)
+    scaling_state(primed.model).prime(calibration)
+    bad_step(primed, poison_loss)
+    primed.backward(0)
+    assert scaling_state(primed.model).state_dict()["first#0.input.amax_history"][0] == 7
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+def test_a_model_that_is_attached_again_has_its_loss_scale_again(recipe: str) -> None:
+    run = Run(2.0**4, recipe=recipe)
+    run.step(0)
+    run.train.detach()
+    poison_loss(run)
+    run.optimizer.zero_grad()
+    again = fp8_compile.attach(run.compiled, run.optimizer, loss_scale=2.0**126, weight_cache=False)
+    (100 * run.compiled(torch.randn(8, D)).sum()).backward()
+    run.optimizer.step()
+    assert (again.steps, again.skipped_steps, again.loss_scale) == (0, 1, 2.0**126), "its code overflows by that scale"
+
+
+def test_a_scaler_that_has_counted_steps_before_goes_on_counting() -> None:
+    scaler = LossScaler("cpu", init_scale=4, growth_interval=2)
+    scaler.load_state_dict({**scaler.state_dict(), "_growth_tracker": 1})
+    run = Run(scaler)
+    run.step(0)
+    assert run.train.loss_scale == scaler.get_scale() == 8
+
+
+def test_a_scaler_that_is_off_is_no_scaler() -> None:
+    run = Run(LossScaler("cpu", enabled=False))
+    run.step(0)
+    assert (run.train.steps, run.train.loss_scale, run.train.loss_scaler) == (1, 1, None)
+    run.train.load_state_dict(run.train.state_dict())
+
+
 def test_a_scale_that_is_too_large_comes_down_by_itself() -> None:
     run = Run(LossScaler("cpu", init_scale=2.0**126, growth_interval=100))
     for _ in range(12):

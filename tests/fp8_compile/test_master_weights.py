@@ -126,6 +126,14 @@ def test_saved_masters_come_back_and_those_of_another_model_are_refused() -> Non
         masters.load_state_dict({"weight": saved["weight"]})
 
 
+def test_a_model_without_16_bit_parameters_has_no_masters_to_load_or_to_sync() -> None:
+    model = nn.Linear(4, 4)
+    masters = MasterWeights(optim.SGD(model.parameters(), lr=1.0))
+    masters.load_state_dict(masters.state_dict())
+    masters.sync()
+    assert masters.memory_bytes() == 0 and masters.fp32_params()[0] is model.weight
+
+
 def test_a_step_that_fails_does_not_leave_masters_in_the_optimizer() -> None:
     class Failing(optim.SGD):
         fails = True

@@ -67,6 +67,9 @@ def test_casts_leave_the_packed_weight_alone_and_moves_take_it_along(format: str
     assert ours(torch.randn(2, 40, dtype=torch.bfloat16)).dtype == torch.bfloat16
     ours.float()
     assert torch.equal(ours.dequantize(), weight) and ours.weight.dtype == torch.float32
+    ours.bias = None
+    assert ours.bfloat16().weight.dtype == torch.bfloat16, "T5 casts inputs to what a layer's weight says"
+    ours.float()
     meta = copy.deepcopy(ours).to("meta")
     assert all(value.device.type == "meta" for value in meta.state_dict(keep_vars=True).values())
     assert {name: (v.shape, v.dtype) for name, v in meta.named_buffers()} == {

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from uncompiled import UncompiledBackend
 
-from fp8_compile import Config, scaling_state
+from fp8_compile import Config, calibrate, scaling_state
 from fp8_compile.scaling_state import ScalingState
 
 D = 32
@@ -168,7 +168,7 @@ sys.path.insert(0, {support!r})
 import torch
 from torch import nn
 from uncompiled import UncompiledBackend
-from fp8_compile import Config, scaling_state
+from fp8_compile import Config, calibrate, scaling_state
 
 first, last, load = json.loads(sys.argv[1])
 torch.manual_seed(0)
@@ -392,3 +392,20 @@ def test_a_calibration_primes_the_scales_of_inputs(early: bool) -> None:
         with pytest.raises(ValueError, match=r"knows none of the model's quantized inputs \(0, 2\)"):
             scaling_state(model).prime(Calibrated(other=1.0))
     assert state["0#0.weight.amax_history"].max() == model[0].weight.abs().max(), "weights need no calibration"
+
+
+def test_a_product_outside_the_layers_that_were_calibrated_begins_without() -> None:
+    class Functional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.matrix = nn.Linear(D, D), nn.Parameter(torch.randn(D, D))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) + (2 * x) @ self.matrix
+
+    model, x = Functional(), torch.randn(8, D)
+    scaling_state(model).prime(calibrate(model, [7 * x], hessians=False, progress=False))
+    torch.compile(model, backend=UncompiledBackend(Config()))(x).sum().backward()
+    state = scaling_state(model).state_dict()
+    assert state["layer#0.input.amax_history"][0] == 7 * x.abs().max()
+    assert state["#0.input.amax_history"][0] == 2 * x.abs().max()

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Sequence
 
 from ..terminal import say
+from .explain import innermost
 
 HELP = "export a model to a package that runs without Python"
 
@@ -41,25 +42,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    from torch import nn
+
     import fp8_compile
 
     from ..model_source import load_batches, load_factory
 
     model, args, kwargs = load_factory(options.model)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{options.model} gives {type(model).__name__}; expected a torch.nn.Module to export")
     if not args and not kwargs:
         raise ValueError(f"{options.model} gives a model but no inputs; return (model, args) from it")
     chosen = {name: getattr(options, name) for name in ("method", "activations", "include", "exclude", "dump")}
     if options.calibration:
         chosen["calibration"] = fp8_compile.calibrate(model, load_batches(options.calibration))
-    report = fp8_compile.export(
-        model.eval(),
-        args,
-        options.output,
-        kwargs=kwargs,
-        weights=None if options.weights == "none" else options.weights,
-        dynamic_shapes=_dynamic_shapes(model, args, kwargs, options.dynamic),
-        **{name: value for name, value in chosen.items() if value},
-    )
+    dynamic_shapes = _dynamic_shapes(model, args, kwargs, options.dynamic)
+    try:
+        report = fp8_compile.export(
+            model.eval(),
+            args,
+            options.output,
+            kwargs=kwargs,
+            weights=None if options.weights == "none" else options.weights,
+            dynamic_shapes=dynamic_shapes,
+            **{name: value for name, value in chosen.items() if value},
+        )
+    except RuntimeError as error:  # of torch.export: what it makes of the model's own code
+        said = innermost(str(error)) or type(error).__name__
+        raise ValueError(f"{options.model} can't be exported: {said} (--traceback shows where)") from error
     say(str(report))
     say(f"{options.output}: {options.output.stat().st_size / 1e6:,.1f} MB")
     return 0

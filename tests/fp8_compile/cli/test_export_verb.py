@@ -19,6 +19,8 @@ def make():
 def batches():
     yield from (torch.full((2, 32), 3.0), torch.full((5, 32), -7.0))
 one = torch.zeros(2, 32)
+def function():
+    return (lambda x: x), (one,)
 """
 
 
@@ -59,3 +61,17 @@ def test_batches_are_calibrated_with_and_other_things_refused(calls: list[Any], 
     assert options["calibration"].amax("") == 7 and options["calibration"].tokens("") == 7
     assert main(["export", "made_for_export:make", "model.pt2", *words, "made_for_export:one"]) == MISTAKE
     assert "made_for_export:one gives Tensor; expected an iterable of batches" in capsys.readouterr().err
+
+
+def test_what_torch_can_not_export_is_a_mistake_in_one_line(
+    calls: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def export(*args: Any, **options: Any) -> Report:
+        raise RuntimeError("Could not guard on data-dependent expression\n\nand pages of where")
+
+    assert main(["export", "made_for_export:function", "model.pt2"]) == MISTAKE
+    assert "made_for_export:function gives function; expected a torch.nn.Module" in capsys.readouterr().err
+    monkeypatch.setattr(fp8_compile, "export", export)
+    assert main(["export", "made_for_export:make", "model.pt2"]) == MISTAKE
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "made_for_export:make can't be exported: Could not guard on data-dependent expression (--tr" in line
