@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import pathlib
-from typing import Any, Mapping
+from typing import Any, Collection, Mapping
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -68,15 +68,15 @@ def save_checkpoint(
             tensors |= layouts.fp8_tensors(name, layer.codes, layer.scales, layer.input_scale, layout)
         else:
             tensors |= layouts.nvfp4_tensors(name, weights[name], layout)
-    remove_checkpoint(folder)
-    _write_shards(folder, tensors, shard_bytes)
+    (folder / "config.json").unlink(missing_ok=True)  # until the end the folder is no checkpoint
+    remove_others(folder, _write_shards(folder, tensors, shard_bytes))
     ignore = [name for name in linear_layers(root) if name not in packed]
     format = "nvfp4" if weights else "fp8"
     if layout == "modelopt":
         write_json(folder / "hf_quant_config.json", layouts.modelopt_file(ignore))
     described = layouts.quantization_config(layout, format, ignore, inputs)
     config = _own_config(root) | {"quantization_config": described}
-    write_json(folder / "config.json", config)  # last: a folder without it is not a checkpoint
+    write_json(folder / "config.json", config)
 
 
 def _fp8_inputs(packed: Mapping[str, PackedLinear]) -> dict[str, Any] | None:
@@ -196,12 +196,12 @@ def shard_files(folder: pathlib.Path) -> list[pathlib.Path]:
     return [folder / name for name in names]
 
 
-def remove_checkpoint(folder: pathlib.Path) -> None:
-    """Make room for another one: files of an earlier one that are not overwritten would be read with it, or instead."""
-    names = ("config.json", INDEX, "hf_quant_config.json")
-    shards = folder.glob("model-?????-of-?????.safetensors")
-    for file in [*(folder / name for name in names), folder / "model.safetensors", *shards]:
-        file.unlink(missing_ok=True)
+def remove_others(folder: pathlib.Path, written: Collection[str]) -> None:
+    """Remove what is left of an earlier checkpoint, once another one's weights are there: it would be read with them, or
+    instead."""
+    shards = (file.name for file in folder.glob("model-?????-of-?????.safetensors"))
+    for name in {INDEX, "hf_quant_config.json", "model.safetensors", *shards} - set(written):
+        (folder / name).unlink(missing_ok=True)
 
 
 def _share_global_scales(weights: dict[str, NVFP4Weight]) -> None:
@@ -238,7 +238,8 @@ def _is_tied(root: nn.Module, name: str, given: Mapping[str, Tensor]) -> bool:
     return any(tensors[other] is tensors[name] for other in given if other in tensors and other != name)
 
 
-def _write_shards(folder: pathlib.Path, tensors: dict[str, Tensor], shard_bytes: int) -> None:
+def _write_shards(folder: pathlib.Path, tensors: dict[str, Tensor], shard_bytes: int) -> list[str]:
+    """The names of the files that were written."""
     shards: list[dict[str, Tensor]] = [{}]
     for name, tensor in tensors.items():
         if shards[-1] and sum(one.nbytes for one in shards[-1].values()) + tensor.nbytes > shard_bytes:
@@ -246,13 +247,14 @@ def _write_shards(folder: pathlib.Path, tensors: dict[str, Tensor], shard_bytes:
         shards[-1][name] = tensor
     if len(shards) == 1:
         write_safetensors(folder / "model.safetensors", shards[0])
-        return
+        return ["model.safetensors"]
     names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
     for name, shard in zip(names, shards):
         write_safetensors(folder / name, shard)
     where = {tensor: name for name, shard in zip(names, shards) for tensor in shard}
     size = sum(tensor.nbytes for tensor in tensors.values())
     write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": where})
+    return [*names, INDEX]
 
 
 def _own_config(root: nn.Module) -> dict[str, Any]:

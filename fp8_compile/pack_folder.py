@@ -23,7 +23,7 @@ from tqdm import tqdm
 from fp8_compile.kernels.nvfp4.quantize import METHODS, NEED_HESSIAN, own_global_scale, quantize_nvfp4
 
 from . import checkpoint_layouts as layouts
-from .checkpoint import INDEX, open_tensors, remove_checkpoint, shard_files
+from .checkpoint import INDEX, open_tensors, remove_others, shard_files
 from .linear_layers import fused_groups
 from .module_names import Selection
 from .whole_files import DTYPES, SafetensorsWriter, whole_file, write_json
@@ -52,7 +52,7 @@ def pack_folder(
     shapes, where = _tensors_of(files)
     chosen = _choose(shapes, Selection(tuple(include), tuple(exclude)))
     target.mkdir(parents=True, exist_ok=True)
-    remove_checkpoint(target)  # until the end the folder is none
+    (target / "config.json").unlink(missing_ok=True)  # until the end the folder is no checkpoint
     shared = _shared_scales(chosen, where, method)
     weight_map: dict[str, str] = {}
     size = 0
@@ -76,6 +76,7 @@ def pack_folder(
                 writer.close()
     if len(files) > 1:
         write_json(target / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
+    remove_others(target, {*weight_map.values(), *([INDEX] if len(files) > 1 else [])})
     _finish(source, target, layout, shapes, chosen)
     return list(chosen)
 
