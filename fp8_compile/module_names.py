@@ -128,9 +128,15 @@ class Selection:
 
 
 def normalise(path: str) -> str:
-    """``L['self'].blocks.0`` and ``L['self']._modules['blocks']._modules['0']`` are both ``blocks.0``."""
+    """``L['self'].blocks.0`` and ``L['self']._modules['blocks']._modules['0']`` are both ``blocks.0``.
+
+    A model in a list, ``L['models'][0]``, is ``0``: in a pattern brackets would be a choice of characters.
+    """
     path = re.sub(r"\._(?:modules|parameters|buffers)\['([^']*)'\]", r".\1", path)
+    while path != (outer := re.sub(r"getattr\(([^()]*), '([^']*)'\)", r"\1.\2", path)):
+        path = outer
     path = re.sub(r"^[A-Z]\['[^']*'\](?:\.__closure__\[\d+\]\.cell_contents)?", "", path)
+    path = re.sub(r"\['?([^'\]]*)'?\]", r".\1", path)
     return path.strip(".")
 
 

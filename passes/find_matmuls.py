@@ -310,12 +310,12 @@ def _other_gemm(node: fx.Node) -> Gemm:
 
 
 def _other_shape(node: fx.Node) -> tuple[int | torch.SymInt, ...]:
-    """(groups, M, N, K) of a grouped product, otherwise the shape of the result."""
+    """(groups, M, N, K) of a grouped product; of attention, and of an op with several results, the first one's."""
     result = value(node)
     first = result[0] if isinstance(result, Sequence) else result
     if not isinstance(first, torch.Tensor):
         return ()
-    if "grouped_mm" not in _op_name(node):
+    if "grouped_mm" not in _op_name(node) or first is not result:
         return tuple(first.shape)
     left, right = (value(arg) for arg in node.args[:2])
     groups = next((side.shape[0] for side in (first, left, right) if side.dim() == 3), 1)

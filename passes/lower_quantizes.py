@@ -74,7 +74,8 @@ def is_scale(node: fx.Node) -> bool:
 
 
 def source_of_scale(node: fx.Node) -> fx.Node:
-    """The tensor that an amax or a scale is computed from."""
-    while is_scale(node):
-        node = node.args[0]  # type: ignore[assignment]
+    """The tensor that an amax or a scale is computed from. Of a constant, such as the zeros that a recurrence begins
+    with, Inductor has computed the magnitudes ahead: a node of ours that reads no other stands for it."""
+    while is_scale(node) and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
     return node

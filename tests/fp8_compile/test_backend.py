@@ -127,6 +127,23 @@ def test_a_selection_that_is_empty_at_run_time_is_right_in_inductors_code() -> N
     assert model.up.weight.grad.eq(0).all()
 
 
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+def test_a_constant_that_inductor_folds_is_multiplied_in_fp8(recipe: str) -> None:
+    class Started(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(D, D)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.up(torch.full((8, D), -0.7))
+
+    model, x = Started(), torch.zeros(8, D)
+    y = torch.compile(model, backend="fp8", options={"recipe": recipe})(x)
+    y.sum().backward()
+    assert 20 < snr(y, model(x)) < 60
+    assert snr(model.up.weight.grad, torch.full((D, D), -0.7 * 8)) > 20
+
+
 # --- what torch.compile can do
 
 

@@ -157,6 +157,14 @@ def test_mixtral_in_fp32_says_what_became_of_its_grouped_experts() -> None:
     assert len(experts) == 2 and not any(row.rewritten for row in experts), str(report)
 
 
+def test_mixtral_with_grouped_experts_trains_in_fp32_with_both_gradients_in_one_row() -> None:
+    """The backward of that custom op has two results, the gradients of the tokens and of the experts."""
+    rows = counts(train(mixtral("grouped_mm"), next_token_loss))
+    mixtral_expects(rows)
+    experts = {gemm: n for (module, gemm, _), n in rows.items() if module == "model.layers.0.mlp.experts"}
+    assert experts == {"output": 2, "grad_input": 2}, "gate_up_proj and down_proj"
+
+
 def test_a_router_is_excluded_by_a_glob_and_an_output_head_included_by_name() -> None:
     config = Config(exclude=("*.mlp.*",), include=("*", "lm_head"))
     report = explain(llama(layers=1), (IDS,), {"use_cache": False}, config)

@@ -258,6 +258,19 @@ def test_paths_of_dynamo_and_of_export_are_one_name() -> None:
     assert normalise("blocks.0") == "blocks.0"
     assert normalise("L['fn'].__closure__[0].cell_contents.up") == "up"
     assert normalise("L['self']") == ""
+    assert normalise("getattr(getattr(L['loss'].__closure__[0].cell_contents, '0'), '1')") == "0.1"
+    assert normalise("L['models'][0].up") == "0.up" and normalise("L['models']['critic'].up") == "critic.up"
+
+
+def test_models_in_a_list_are_named_by_their_index_and_a_pattern_can_name_one() -> None:
+    models = [nn.Sequential(nn.Linear(D, D)), nn.Sequential(nn.Linear(D, D))]
+
+    def both(x: torch.Tensor) -> torch.Tensor:
+        return models[0](x) + models[1](x)
+
+    report = explain(both, (torch.randn(4, D),), config=Config(exclude=("1.*",)))
+    assert {row.module for row in report.rewritten} == {"0.0"}
+    assert {(row.module, row.reason) for row in report.skipped} == {("1.0", "excluded by '1.*'")}
 
 
 def test_a_selection_gives_the_first_reason_against() -> None:
