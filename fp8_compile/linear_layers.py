@@ -16,6 +16,7 @@ from torch.nn.utils import parametrize
 # Layers that servers fuse into one: siblings, by the last part of their names. They share their input too.
 FUSED = (
     ("q_proj", "k_proj", "v_proj"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),  # DeepSeek's latent attention
     ("query", "key", "value"),
     ("q_lin", "k_lin", "v_lin"),
     ("wq", "wk", "wv"),
