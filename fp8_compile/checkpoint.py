@@ -197,8 +197,8 @@ def shard_files(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def remove_others(folder: pathlib.Path, written: Collection[str]) -> None:
-    """Remove what is left of an earlier checkpoint, once another one's weights are there: it would be read with them, or
-    instead."""
+    """Remove what is left of an earlier checkpoint, once another one's weights are there: it would be read with or
+    instead of them."""
     shards = (file.name for file in folder.glob("model-?????-of-?????.safetensors"))
     for name in {INDEX, "hf_quant_config.json", "model.safetensors", *shards} - set(written):
         (folder / name).unlink(missing_ok=True)

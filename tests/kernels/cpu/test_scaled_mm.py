@@ -105,11 +105,13 @@ def test_odd_sizes_need_no_padding(kernels: str, m: int, n: int, k: int) -> None
 
 
 def test_more_than_one_block_of_rows_columns_and_contraction(kernels: str) -> None:
-    slow = kernels == "amx_emulated"
-    for layouts in (("rows", "columns"), ("columns", "rows")):
-        for m, n, k in [(300, 70, 600), (70, 300, 600)] if slow else [(1300, 40, 300), (40, 2700, 300), (40, 1400, 2200)]:
-            for kind in ("rows", "tiles"):
-                check(m, n, k, FORMATS, layouts, kind)
+    sizes = [(1300, 40, 300), (40, 2700, 300), (40, 1400, 2200)]
+    if kernels == "amx_emulated":  # which is slow
+        sizes = [(300, 70, 600), (70, 300, 600)]
+    for layouts, (m, n, k), kind in itertools.product(
+        (("rows", "columns"), ("columns", "rows")), sizes, ("rows", "tiles")
+    ):
+        check(m, n, k, FORMATS, layouts, kind)
 
 
 def test_parts_of_threads_cover_odd_results_once(kernels: str) -> None:

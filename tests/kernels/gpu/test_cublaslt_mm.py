@@ -17,7 +17,6 @@ from torch._inductor import config as inductor_config
 from torch.utils.flop_counter import FlopCounterMode
 
 from fp8_compile.kernels.gpu import cublaslt, cublaslt_mm
-from fp8_compile.kernels.gpu import cublaslt
 from fp8_compile.kernels.gpu.cublaslt import CublasLt, CublasLtError
 from fp8_compile.kernels.gpu.cublaslt_mm import Operands, by_cublaslt, check, cublaslt_mm_op, reference
 
