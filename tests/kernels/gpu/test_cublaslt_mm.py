@@ -200,9 +200,10 @@ def test_a_shape_without_a_kernel_is_asked_for_once_and_leaves_nothing_behind(
     objects = ctypes.c_int.in_dll(stand_in, "objects")
     objects.value = 0
     given = operands(formats=(E5M2, E5M2))
+    y = empty(given)  # one: how it is aligned is part of what is asked for
     for _ in range(2):
         with pytest.raises(CublasLtError, match="status 15"):
-            by_cublaslt(library, given, empty(given))
+            by_cublaslt(library, given, y)
         monkeypatch.setattr(library, "_plan", None)  # another try would fail otherwise
     assert objects.value == 0
 
