@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from uncompiled import UncompiledBackend
 
-from fp8_compile import Config, calibrate, scaling_state
+from fp8_compile import Config, scaling_state
 from fp8_compile.scaling_state import ScalingState
 
 D = 32
@@ -168,7 +168,7 @@ sys.path.insert(0, {support!r})
 import torch
 from torch import nn
 from uncompiled import UncompiledBackend
-from fp8_compile import Config, calibrate, scaling_state
+from fp8_compile import Config, scaling_state
 
 first, last, load = json.loads(sys.argv[1])
 torch.manual_seed(0)
@@ -358,54 +358,3 @@ def test_a_state_of_its_own_is_empty_and_takes_anything_that_is_whole() -> None:
     saved = scaling_state(trained()[0]).state_dict()
     state.load_state_dict(saved)
     assert equal(state.state_dict(), saved)
-
-
-# --- calibrated
-
-
-class Calibrated:
-    """What ``fp8_compile.calibrate`` gives, as far as scales need it."""
-
-    def __init__(self, **amaxes: float) -> None:
-        self.amaxes = {name.strip("_"): amax for name, amax in amaxes.items()}
-
-    def amax(self, name: str) -> float:
-        return self.amaxes[name]
-
-
-@pytest.mark.parametrize("early", [True, False], ids=["before", "after"])
-def test_a_calibration_primes_the_scales_of_inputs(early: bool) -> None:
-    model = mlp()
-    compiled = torch.compile(model, backend=UncompiledBackend(Config()))
-    x = 1e-3 * torch.randn(8, D)
-    if early:
-        scaling_state(model).prime(Calibrated(_0=7.0))  # of the first layer alone
-        compiled(x).sum().backward()
-        state = scaling_state(model).state_dict()
-        assert state["0#0.input.amax_history"][:2].tolist() == [7.0, x.abs().max().item()]
-        assert state["0#0.input.scale"] == torch.tensor(7.0).reciprocal() * 448
-    else:
-        compiled(x).sum().backward()
-        scaling_state(model).prime(Calibrated(_0=7.0, _2=5.0))
-        state = scaling_state(model).state_dict()
-        assert (state["0#0.input.amax_history"].max(), state["2#0.input.amax_history"].max()) == (7, 5)
-        with pytest.raises(ValueError, match=r"knows none of the model's quantized inputs \(0, 2\)"):
-            scaling_state(model).prime(Calibrated(other=1.0))
-    assert state["0#0.weight.amax_history"].max() == model[0].weight.abs().max(), "weights need no calibration"
-
-
-def test_a_product_outside_the_layers_that_were_calibrated_begins_without() -> None:
-    class Functional(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.matrix = nn.Linear(D, D), nn.Parameter(torch.randn(D, D))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(x) + (2 * x) @ self.matrix
-
-    model, x = Functional(), torch.randn(8, D)
-    scaling_state(model).prime(calibrate(model, [7 * x], hessians=False, progress=False))
-    torch.compile(model, backend=UncompiledBackend(Config()))(x).sum().backward()
-    state = scaling_state(model).state_dict()
-    assert state["layer#0.input.amax_history"][0] == 7 * x.abs().max()
-    assert state["#0.input.amax_history"][0] == 2 * x.abs().max()
