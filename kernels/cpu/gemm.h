@@ -2,18 +2,19 @@
 //
 //   C[m, n] = sum_k left[m, k] * right[k, n]        FP32 sums; what becomes of C is up to `Finish`
 //
-// Three levels. A block of C, MOST_ROWS x MOST_COLS, is computed for DEPTH k's after the other: both operands are packed
-// into panels, then come the tiles of the block, strip after strip of left panels that stay in L2. A tile, ROWS x COLS,
-// is one panel times another, computed in registers by `Micro`. Sums of CHUNK k's are added up one by one, which keeps the
-// error of long sums small: it grows with the root of CHUNK, not of K. No element depends on how many threads there are.
+// Three levels. A block of C, MOST_ROWS x MOST_COLS, is computed for DEPTH k's after the other, in strips of left panels that
+// stay in L2; panels are packed just before they are used first. A tile, ROWS x COLS, is one panel times another, computed
+// in registers by `Micro`. Sums of CHUNK k's are added up one by one, which keeps the error of long sums small: it grows
+// with the root of CHUNK, not of K. No element depends on how many threads there are.
 //
 // Threads have parts of C of their own, and pack what they need by themselves, though neighbours pack some of it too: a
 // panel that another core has written comes from its cache, and where the two have no cache in common (two CCXs of an
 // AMD processor, two sockets) waiting for it takes longer than packing. On such cores gemms of 1024 x 512 x 512 took
 // 1.3 times as long with shared panels; on cores that share a cache 1.01 times as long without. Where a Micro multiplies
-// so fast that packing is a third of the time (AMX), threads share panels all the same: SHARES_PANELS.
+// so fast that packing is a large part of the time (AMX), threads share panels all the same, SHARES_PANELS: all pack, then
+// all multiply.
 //
-//   Micro   ROWS, COLS, STEP (k's taken at once), CHUNK, DEPTH, MOST_ROWS, MOST_COLS, STRIP (bytes), SHARES_PANELS;
+//   Micro   ROWS, COLS, STEP (k's taken at once), CHUNK, DEPTH, MOST_ROWS, MOST_COLS, SHARES_PANELS, or else STRIP (bytes);
 //           Element, what panels are made of; Session, made by each thread;
 //           run(steps, left panel, right panel, rows, sums[ROWS][COLS], add): sums = or += the product of the panels
 //   Left    pack(row, rows, k, count, to): a panel of ROWS rows, zeros behind `rows` and behind `count`

@@ -108,7 +108,8 @@ struct Interleaved {
 };
 constexpr Interleaved INTERLEAVED;
 
-// 64 codes to bf16: each number's two bytes by a table of bytes, twice as fast as the numbers by one of words.
+// 64 codes to bf16: each number's two bytes by a table of bytes: products of one row from cache are 1.8 times as fast as by a
+// table of words.
 class ByteTables {
  public:
   explicit ByteTables(const Values& values) {

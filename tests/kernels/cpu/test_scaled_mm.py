@@ -161,8 +161,7 @@ def test_bf16_and_fp16_results_round_to_nearest_even_and_overflow_to_inf(kernels
 def test_empty_results(kernels: str, m: int, n: int, k: int) -> None:
     one = torch.ones(1, 1)
     left, right = (torch.zeros(shape).to(E4M3.dtype) for shape in ((m, k), (k, n)))
-    for scales in ((one, one), (torch.ones(m, 1), torch.ones(1, n))):
-        assert scaled_mm.scaled_mm_op(left, right, *scales, None, torch.float32).shape == (m, n)
+    assert scaled_mm.scaled_mm_op(left, right, one, one, None, torch.float32).shape == (m, n)
 
 
 def test_an_empty_sum_is_the_bias(kernels: str) -> None:
