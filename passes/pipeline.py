@@ -12,6 +12,7 @@ from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
 from fp8_compile import kernels
+from fp8_compile.kernels import peak_estimate
 
 from .add_in_gemm import AddInGemm
 from .call_cpu_kernels import CallCpuKernels
@@ -40,6 +41,7 @@ from .update_in_place import UpdateInPlace
 from .use_weight_cache import CachedWeights, UseWeightCache
 
 log = logging.getLogger("fp8_compile.passes")
+peak_estimate.install()
 
 
 def source_hash() -> str:
