@@ -83,3 +83,19 @@ def test_the_next_best_instructions_are_taken_where_the_best_do_not_work(monkeyp
     monkeypatch.setenv(isa.VARIABLE, "amx")
     with pytest.raises(RuntimeError, match="FP8_COMPILE_CPU_ISA=amx is set, but these instructions do not work"):
         library.library.__wrapped__()
+
+
+def test_a_machine_that_grants_tiles_and_does_not_have_them_is_found_out(tmp_path: pathlib.Path) -> None:
+    features = isa.cpu_features()
+    if "amx_tile" in features or not isa.ISAS["avx512_bf16"].needs <= features:
+        pytest.skip("shown on a CPU that has all that the AMX code needs but AMX")
+    (tmp_path / "main.cpp").write_text(
+        'extern "C" int fp8_probe();\n'
+        'extern "C" long syscall(long, ...) { return 0; }  // the kernel\'s word that AMX may be used\n'
+        "int main() { return fp8_probe(); }\n"
+    )
+    sources = {"scaled_mm.cpp": library.SOURCES["scaled_mm.cpp"], str(tmp_path / "main.cpp"): ()}
+    command = [library.get_cpp_compiler(), *library.FLAGS, *isa.ISAS["amx"].flags]
+    objects = library.compiled_objects(command, sources, tmp_path)
+    library.run_compiler([[*command, *objects, "-o", str(tmp_path / "probe")]])
+    assert subprocess.run([tmp_path / "probe"]).returncode == 0
