@@ -62,7 +62,7 @@ struct MicroAmx {
   static_assert(sizeof(Config) == 64);
 
   static void multiply(int64_t steps, const Element* left, const Element* right, bool both, float* sums) {
-    asm volatile("" ::: "memory");  // GCC's tile loads do not say that they read memory: panels are to be written by now
+    asm volatile("" ::: "memory");  // GCC's tile loads do not say that they read memory: panels must be written by now
     _tile_zero(0);
     _tile_zero(1);
     if (!both) {
