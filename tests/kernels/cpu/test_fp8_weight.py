@@ -12,7 +12,7 @@ from fp8_compile.kernels.cpu import fp8_weight, isa, library
 
 RUNNABLE = {one.name: one for one in isa.ISAS.values() if one.needs <= isa.cpu_features()}
 if "amx_emulated" in RUNNABLE:  # bf16 rows go through AMX where there are dot products of bf16 for the few
-    RUNNABLE["amx_emulated, with bf16"] = isa.with_wanted(RUNNABLE["amx_emulated"])
+    RUNNABLE["amx_emulated"] = isa.with_wanted(RUNNABLE["amx_emulated"])
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
