@@ -1,6 +1,7 @@
 // The AMX instructions that micro_amx.h uses, in plain C++, after the operation sections of Intel's manual.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -48,20 +49,23 @@ inline void store(int tile, void* to, int64_t stride) {
     std::memcpy(static_cast<char*>(to) + row * stride, state.tile[tile][row], state.row_bytes[tile]);
 }
 
+// Even products and odd ones are added up apart, by fused multiplications and additions, and then to c.
 inline void dot_bf16(int c, int a, int b) {
   if (rows(b) != state.row_bytes[a] / 4) std::abort();
   for (int m = 0; m < rows(c); ++m)
-    for (int k = 0; k < state.row_bytes[a] / 4; ++k)
-      for (int n = 0; n < state.row_bytes[b] / 4; ++n) {
+    for (int n = 0; n < state.row_bytes[b] / 4; ++n) {
+      float sums[2] = {}, sum;
+      for (int k = 0; k < state.row_bytes[a] / 4; ++k) {
         uint16_t left[2], right[2];
-        float sum;
         std::memcpy(left, state.tile[a][m] + 4 * k, 4);
         std::memcpy(right, state.tile[b][k] + 4 * n, 4);
-        std::memcpy(&sum, state.tile[c][m] + 4 * n, 4);
         for (int i = 0; i < 2; ++i)
-          sum = flushed(sum + flushed(uint32_t(left[i]) << 16) * flushed(uint32_t(right[i]) << 16));
-        std::memcpy(state.tile[c][m] + 4 * n, &sum, 4);
+          sums[i] = flushed(std::fma(flushed(uint32_t(left[i]) << 16), flushed(uint32_t(right[i]) << 16), sums[i]));
       }
+      std::memcpy(&sum, state.tile[c][m] + 4 * n, 4);
+      sum = flushed(flushed(sum) + flushed(sums[0] + sums[1]));
+      std::memcpy(state.tile[c][m] + 4 * n, &sum, 4);
+    }
 }
 
 }  // namespace fp8::amx

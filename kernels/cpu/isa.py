@@ -30,9 +30,9 @@ _WIDE = ("-mprefer-vector-width=512",)
 _INT8 = ("avx512_vnni", "avx512vbmi")  # products of bytes, tables of bytes: nvfp4.cpp; not all with AVX-512 have them
 
 
-def _isa(name: str, needs: tuple[str, ...], *more: str, chosen: bool = True) -> Isa:
-    wants = frozenset(_INT8) if "avx512f" in needs else frozenset()
-    return Isa(name, frozenset(needs), (*map(_flag, needs), *more), chosen, wants)
+def _isa(name: str, needs: tuple[str, ...], *more: str, chosen: bool = True, wants: tuple[str, ...] = ()) -> Isa:
+    wanted = frozenset((*_INT8, *wants) if "avx512f" in needs else wants)
+    return Isa(name, frozenset(needs), (*map(_flag, needs), *more), chosen, wanted)
 
 
 def _flag(feature: str) -> str:
@@ -48,7 +48,8 @@ ISAS = {
         _isa("avx512", _AVX512, *_WIDE),
         _isa("avx2", _AVX2),
         _isa("portable", ()),
-        _isa("amx_emulated", _AVX512, *_WIDE, "-DFP8_EMULATE_AMX", chosen=False),
+        # What has AMX has dot products of bf16 too, which a few rows go through.
+        _isa("amx_emulated", _AVX512, *_WIDE, "-DFP8_EMULATE_AMX", chosen=False, wants=("avx512_bf16",)),
     )
 }
 

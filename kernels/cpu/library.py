@@ -59,7 +59,13 @@ def library() -> ctypes.CDLL | None:
         return None
     isas = candidates()
     for isa in isas:
-        loaded = load(compiler, isa)
+        try:
+            loaded = load(compiler, isa)
+        except CompilationError:
+            if isa is isas[-1] or takes_flags(compiler, isa):
+                raise
+            log.warning("%s is too old for this CPU's %s: FP8 matmuls are slower than need be", compiler, isa.name)
+            continue
         if loaded.fp8_probe():
             log.debug("CPU kernels use %s", isa.name)
             loaded.isa = isa
@@ -80,6 +86,12 @@ def working_isa() -> Isa | None:
 def load(compiler: str, isa: Isa) -> ctypes.CDLL:
     """The kernels compiled for an instruction set."""
     return _declared(ctypes.CDLL(str(_built(compiler, isa))))
+
+
+def takes_flags(compiler: str, isa: Isa) -> bool:
+    """Whether the compiler has heard of these instructions."""
+    command = [compiler, *isa.flags, "-fsyntax-only", "-x", "c++", os.devnull]
+    return subprocess.run(command, capture_output=True).returncode == 0
 
 
 def source_texts() -> list[tuple[str, bytes]]:

@@ -30,8 +30,7 @@ struct MicroAmx {
   // Tile registers belong to a thread: each configures its own, and gives them back.
   struct Session {
     Session() {
-      struct { uint8_t palette = 1, start = 0, reserved[14] = {}; uint16_t row_bytes[16] = {}; uint8_t rows[16] = {}; } config;
-      for (int tile = 0; tile < 8; ++tile) config.row_bytes[tile] = 64, config.rows[tile] = 16;
+      static constexpr Config config;  // in memory as it is: GCC 12 believes that its first eight bytes alone are read
       _tile_loadconfig(&config);
     }
     ~Session() { _tile_release(); }
@@ -55,7 +54,15 @@ struct MicroAmx {
   }
 
  private:
+  struct Config {  // as the instruction wants it: eight tiles of 16 rows of 64 bytes
+    uint8_t palette = 1, start = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+  };
+  static_assert(sizeof(Config) == 64);
+
   static void multiply(int64_t steps, const Element* left, const Element* right, bool both, float* sums) {
+    asm volatile("" ::: "memory");  // GCC's tile loads do not say that they read memory: panels must be written by now
     _tile_zero(0);
     _tile_zero(1);
     if (!both) {

@@ -5,6 +5,7 @@
 // FP8 values are exact in bf16 and FP32, and so are their products: only FP32 sums round. Scales that do not vary along
 // k are taken out of the sum; those of 128 k's multiply the sum of these.
 
+#include <algorithm>
 #include <csetjmp>
 #include <csignal>
 #include <cstdint>
@@ -76,7 +77,8 @@ void fp8_scaled_mm(int64_t m, int64_t n, int64_t k,
   multiply(m, n, k, a, b, Finish<Micro>{tiled ? TILE : 0, a.scales, b.scales, bias, out, dtype, out_stride, bool(accumulate)}, threads);
 }
 
-// Whether this library's instructions can really be used here: a small product on a thread that survives SIGILL.
+// Whether this library's instructions can really be used here: small products on a thread that survives SIGILL, of one row
+// (dot.h) and of more (gemm.h): they have instructions of their own.
 // A CPU's flag is not enough: the kernel must grant AMX's tiles, and a virtual machine may show what it does not have.
 int fp8_probe() {
 #if defined(FP8_EMULATE_AMX) || defined(__AMX_BF16__)
@@ -87,13 +89,15 @@ int fp8_probe() {
   sigaction(SIGILL, &caught, &before);
   int right = 0;
   if (sigsetjmp(escape, 1) == 0) {
-    uint8_t a[64], b[64];
+    constexpr int64_t ROWS = 8, K = 64;
+    uint8_t a[ROWS * K], b[K];
     std::memset(a, 0x38, sizeof a);  // 1.0 in E4M3
     std::memset(b, 0x40, sizeof b);  // 2.0
     const float one = 1.0f;
-    float out = 0.0f;
-    fp8_scaled_mm(1, 1, 64, a, 64, 1, 0, &one, 0, 0, 1, b, 64, 1, 0, &one, 0, 0, 1, nullptr, &out, FP32, 1, 0, 1);
-    right = out == 128.0f;
+    float few[1] = {}, many[ROWS] = {};
+    fp8_scaled_mm(1, 1, K, a, K, 1, 0, &one, 0, 0, 1, b, K, 1, 0, &one, 0, 0, 1, nullptr, few, FP32, 1, 0, 1);
+    fp8_scaled_mm(ROWS, 1, K, a, K, 1, 0, &one, 0, 0, 1, b, K, 1, 0, &one, 0, 0, 1, nullptr, many, FP32, 1, 0, 1);
+    right = few[0] == 128.0f && std::all_of(many, many + ROWS, [](float x) { return x == 128.0f; });
   }
   sigaction(SIGILL, &before, nullptr);
   return right;

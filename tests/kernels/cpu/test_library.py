@@ -83,3 +83,45 @@ def test_the_next_best_instructions_are_taken_where_the_best_do_not_work(monkeyp
     monkeypatch.setenv(isa.VARIABLE, "amx")
     with pytest.raises(RuntimeError, match="FP8_COMPILE_CPU_ISA=amx is set, but these instructions do not work"):
         library.library.__wrapped__()
+
+
+def test_a_compiler_older_than_the_cpu_gives_the_best_it_knows_and_a_warning(tmp_path, monkeypatch, caplog) -> None:
+    class Loaded:
+        def fp8_probe(self) -> int:
+            return 1
+
+    def load(compiler: str, one: isa.Isa) -> Loaded:
+        if one.name == "amx":
+            raise library.CompilationError("compiling the CPU kernels failed")
+        return Loaded()
+
+    compiler = tmp_path / "compiler"
+    compiler.write_text("#!/bin/sh\ncase $* in *-mamx-tile*) exit 1;; esac\n")
+    compiler.chmod(0o755)
+    monkeypatch.delenv(isa.VARIABLE, raising=False)
+    monkeypatch.setattr(isa, "cpu_features", lambda: isa.ISAS["amx"].needs)
+    monkeypatch.setattr(library, "get_cpp_compiler", lambda: str(compiler))
+    monkeypatch.setattr(library, "load", load)
+    with caplog.at_level(logging.WARNING, "fp8_compile"):
+        assert library.library.__wrapped__().isa.name == "avx512_bf16"
+    assert "is too old for this CPU's amx" in caplog.text
+
+    compiler.write_text("#!/bin/sh\n")  # knows the flags: what fails is ours, and not hidden
+    with pytest.raises(library.CompilationError):
+        library.library.__wrapped__()
+
+
+def test_a_machine_that_grants_tiles_and_does_not_have_them_is_found_out(tmp_path: pathlib.Path) -> None:
+    features = isa.cpu_features()
+    if "amx_tile" in features or not isa.ISAS["avx512_bf16"].needs <= features:
+        pytest.skip("shown on a CPU that has all that the AMX code needs but AMX")
+    (tmp_path / "main.cpp").write_text(
+        'extern "C" int fp8_probe();\n'
+        'extern "C" long syscall(long, ...) { return 0; }  // the kernel\'s word that AMX may be used\n'
+        "int main() { return fp8_probe(); }\n"
+    )
+    sources = {"scaled_mm.cpp": library.SOURCES["scaled_mm.cpp"], str(tmp_path / "main.cpp"): ()}
+    command = [library.get_cpp_compiler(), *library.FLAGS, *isa.ISAS["amx"].flags]
+    objects = library.compiled_objects(command, sources, tmp_path)
+    library.run_compiler([[*command, *objects, "-o", str(tmp_path / "probe")]])
+    assert subprocess.run([tmp_path / "probe"]).returncode == 0

@@ -25,6 +25,7 @@ LAYOUTS = ("rows", "columns", "strided")
 SCALES = ("tensor", "rows", "tiles")
 CHOSEN = "chosen"  # the best that this CPU has, with all that it wants: tables of bytes, where there are instructions
 RUNNABLE = [*(one.name for one in isa.ISAS.values() if one.needs <= isa.cpu_features()), CHOSEN]
+WITH_ALL = "amx_emulated"  # as CPUs with AMX have it
 LARGEST_ERROR = 1e-6  # of the whole result, by its norm
 
 
@@ -36,7 +37,8 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def use(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded = library.library() if name == CHOSEN else library.load(library.get_cpp_compiler(), isa.ISAS[name])
+    one = isa.with_wanted(isa.ISAS[name]) if name == WITH_ALL else isa.ISAS.get(name)
+    loaded = library.library() if one is None else library.load(library.get_cpp_compiler(), one)
     if not loaded.fp8_probe():
         pytest.skip(f"this CPU claims {name}, but it does not work here")
     monkeypatch.setattr(scaled_mm, "library", lambda: loaded)
