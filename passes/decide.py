@@ -11,7 +11,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statica
 from fp8_compile.kernels.formats import Format
 from fp8_compile.kernels.quantize import HIGH_PRECISION, WHOLE
 
-from .find_matmuls import Matmul, Origin, Role
+from .find_matmuls import GroupedMatmul, Matmul, Origin, Role
 
 # Padding K or N pays while it adds at most a quarter to the multiplications: an FP8 gemm has twice the rate of
 # a bf16 one, and half of that gain is what the quantizes cost.
@@ -75,7 +75,7 @@ class Skip:
 
 def decide(site: Matmul, rules: Rules) -> Rewrite | Skip:
     """The decision for one matmul; the first reason against it is the one reported."""
-    for check in (_name_reason, _operand_reason, _dtype_reason, _role_reason, _size_reason):
+    for check in (_name_reason, _operand_reason, _dtype_reason, _role_reason, _group_reason, _size_reason):
         if (reason := check(site, rules)) is not None:
             return Skip(reason)
     left, right = (_plan(operand.role, rules) for operand in (site.left, site.right))
@@ -124,12 +124,23 @@ def _role_reason(site: Matmul, rules: Rules) -> str | None:
 _FIELD = {Role.INPUT: "inputs", Role.WEIGHT: "weights", Role.GRAD_OUTPUT: "gradients"}
 
 
+def _group_reason(site: Matmul, rules: Rules) -> str | None:
+    """What can't be done with groups whose sizes are known only when it runs."""
+    if not isinstance(site, GroupedMatmul):
+        return None
+    if rules.target != "cpu":
+        return f"ragged groups: {rules.target} has no such FP8 gemm"
+    if rules.recipe == "blockwise":
+        return f"ragged groups: blocks of {TILE} would reach from one group into the next"
+    return None
+
+
 def _size_reason(site: Matmul, rules: Rules) -> str | None:
     """The layer's own sizes decide, for all three gemms alike; the number of tokens does not."""
     *batch, m, n, k = site.shape
     if any(statically_known_true(size == 0) for size in site.shape):
         return "no elements"
-    if batch:
+    if batch and not isinstance(site, GroupedMatmul):
         if not isinstance(batch[0], int):
             return "the number of stacked products is known only when it runs"
         if batch[0] > MOST_SLICES:

@@ -1,0 +1,89 @@
+"""Replace a product of ragged groups with one of FP8."""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+import torch
+from torch import fx
+
+from fp8_compile.kernels.cpu.scaled_grouped_mm import scaled_grouped_mm_op
+from fp8_compile.kernels.quantize import WHOLE, quantize_op
+
+from .decide import OperandPlan, Rewrite, Rules
+from .emit import GEMM, emit, getitem, inline, policy_of, value
+from .find_matmuls import GroupedMatmul
+from .grouped_products import Side, grouped_product
+from .slot import Slot
+from .transposes import untransposed
+
+aten = torch.ops.aten
+
+
+class GroupedEditor:
+    """The edit of one product.
+
+    Before:  y: bf16[T, N] = _grouped_mm(x, permute(w, [0, 2, 1]), offsets)
+    After:   qx, sx = quantize(x);  qw, sw = quantize(view(w, [E * N, K]))
+             y: bf16[T, N] = fp8_compile.scaled_grouped_mm(qx, permute(view(qw, [E, N, K]), [0, 2, 1]), offsets, sx, sw)
+
+    The experts of a layer are one tensor, with one scale or one a row of each. Where the contraction goes over tokens
+    (grad_weight), a row's scale is that of all groups: where they begin and end is not known when scales are made.
+    """
+
+    def __init__(self, graph: fx.Graph, site: GroupedMatmul, plan: Rewrite, rules: Rules) -> None:
+        self.graph, self.site, self.plan, self.rules = graph, site, plan, rules
+
+    def replace(self) -> None:
+        node = self.site.node
+        product = grouped_product(node)  # as it is now: an edit may have replaced operands
+        assert product is not None, node.format_node()
+        with self.graph.inserting_before(node):
+            q_left, scale_left = self._operand(product.left, self.plan.left, is_left=True)
+            q_right, scale_right = self._operand(product.right, self.plan.right, is_left=False)
+            operands = (q_left, q_right, product.offsets, scale_left, scale_right)
+            tags = {**policy_of(node), "fp8_kind": GEMM}
+            result = self._emit(scaled_grouped_mm_op, *operands, value(node).dtype, tags=tags)
+            if product.flipped:
+                result = self._emit(aten.permute.default, result, [0, 2, 1])
+        node.replace_all_uses_with(result)
+        self.graph.erase_node(node)
+
+    def _operand(self, side: Side, plan: OperandPlan, *, is_left: bool) -> tuple[fx.Node, fx.Node]:
+        """FP8 values and scales of one side, as ``kernels/scaled_grouped_mm.py`` has them."""
+        base, transposed = untransposed(side.node)
+        flipped = transposed != side.flipped
+        rows_first = flipped != is_left  # the base lies as [rows, contraction]
+        *stack, height, _ = value(base).shape
+        block = list(plan.block if rows_first else plan.block[::-1])
+        if stack and block == [WHOLE, 1]:
+            block[0] = height  # not into the next expert
+        role = (self.site.left if is_left else self.site.right).role
+        tags = {
+            "fp8_slot": Slot(self.site.module, self.site.ordinal, role),
+            "fp8_stochastic": role in self.rules.stochastic,
+            "fp8_reads_forwards": False,
+        }
+        flat = self._inline(_flat, base) if stack else base
+        both = self._emit(quantize_op, flat, plan.format.dtype, block, tags=tags)
+        q, scale = getitem(self.graph, both, 0), getitem(self.graph, both, 1)
+        if stack:
+            q = self._emit(aten.view.default, q, list(value(base).shape))
+            if plan.block != (WHOLE, WHOLE):  # [E * rows, 1] or [E, rows]
+                scale = self._emit(aten.view.default, scale, [stack[0], 1, -1])
+        elif rows_first != is_left:
+            scale = self._emit(aten.permute.default, scale, [1, 0])
+        if flipped:
+            q = self._emit(aten.permute.default, q, [0, 2, 1] if stack else [1, 0])
+        return q, scale
+
+    def _emit(self, op: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        return emit(self.graph, op, *args, like=self.site.node, **kwargs)
+
+    def _inline(self, function: Callable[..., torch.Tensor], *args: Any) -> fx.Node:
+        return inline(self.graph, function, *args, like=self.site.node)
+
+
+def _flat(stack: torch.Tensor) -> torch.Tensor:
+    """A stack of matrices as one: [E, R, C] -> [E * R, C]."""
+    return stack.reshape(-1, stack.shape[2])
