@@ -4,11 +4,12 @@
     contract   y[g, m, n] = sum_t left[m, t] * right[t, n] * scale_left[m] * scale_right[n]           over t in group g
 
 Group g is ``offsets[g - 1] <= t < offsets[g]``; it may be empty. Rows: left [T, K] fp8, right [G, K, N] fp8, with
-scale_left [1, 1] or [T, 1] and scale_right [1, 1] or [G, 1, N] -> y [T, N]. Contract: left [M, T] fp8, right [T, N] fp8,
-with scale_left [1, 1] or [M, 1] and scale_right [1, 1] or [1, N] -> y [G, M, N]. Scales are fp32, y fp32/bf16/fp16.
+scale_left [1, 1] or [T, 1] and scale_right [1, 1] or [G, 1, N] -> y [T, N]. Contract: left [M, T] fp8, right [T, N]
+fp8, with scale_left [1, 1] or [M, 1] and scale_right [1, 1] or [1, N] -> y [G, M, N]. Scales are fp32, y is fp32, bf16
+or fp16.
 
-Rows behind the last group are zeros. (``aten._grouped_mm`` leaves them as the memory was; zeros keep the amax of what is
-made from them sound.) An empty sum times a scale is a result too: NaN where the scale is.
+Rows behind the last group are zeros. (``aten._grouped_mm`` leaves them as the memory was; zeros keep the amax of what
+is made from them sound.) An empty sum times a scale is a result too: NaN where the scale is.
 """
 
 from __future__ import annotations

@@ -47,6 +47,7 @@ class Rules:
     e5m2_by_e5m2: bool = False
     stochastic: frozenset[Role] = frozenset()  # what is rounded at random
     only_output: torch.dtype | None = None  # the one dtype that the recipe's gemm can write
+    grouped: bool = True  # whether there is an FP8 gemm of ragged groups
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +82,8 @@ def decide(site: Matmul, rules: Rules) -> Rewrite | Skip:
     left, right = (_plan(operand.role, rules) for operand in (site.left, site.right))
     if left.format.significand_bits == right.format.significand_bits == 3 and not rules.e5m2_by_e5m2:
         return Skip(f"{rules.target} can't multiply {left.format} by {right.format}")
+    if isinstance(site, GroupedMatmul):
+        return Rewrite(left, right, reason=rules.recipe)
     return _with_padding(site, left, right, rules)
 
 
@@ -128,10 +131,20 @@ def _group_reason(site: Matmul, rules: Rules) -> str | None:
     """What can't be done with groups whose sizes are known only when it runs."""
     if not isinstance(site, GroupedMatmul):
         return None
-    if rules.target != "cpu":
-        return f"ragged groups: {rules.target} has no such FP8 gemm"
     if rules.recipe == "blockwise":
         return f"ragged groups: blocks of {TILE} would reach from one group into the next"
+    if not rules.grouped:
+        return f"ragged groups: torch has no FP8 gemm of them for {rules.target}"
+    if rules.alignment == 1:
+        return None
+    if site.gemm == "grad_weight":
+        return f"ragged groups: {rules.target} wants sizes of groups that are multiples of {rules.alignment}"
+    for format in {_plan(operand.role, rules).format: None for operand in (site.left, site.right)}:
+        if format.significand_bits != 4:
+            return f"ragged groups: torch multiplies them in e4m3 only, not in {format}"
+    for name, size in zip("NK", site.shape[-2:]):
+        if not statically_known_true(size % rules.alignment == 0):
+            return f"ragged groups: {name}={size} is not a multiple of {rules.alignment}"
     return None
 
 

@@ -4,11 +4,10 @@
     contract   y [G, M, N] = left [M, T] @ right [T, N]        one product a group, over its t's
 
     aten._grouped_mm(left, right, offsets)                                      either
-    transformers.grouped_mm_fallback(x, w, offsets)                             rows: what Hugging Face's models call for
-                                                                                dtypes other than bf16
+    transformers.grouped_mm_fallback(x, w, offsets)                             rows
     transformers.grouped_mm_fallback_backward(x, w, offsets, dy) -> dx, dw      rows and contract, one node for both
 
-Of the last each result is a product of its own: that is the node with which the result is taken out.
+Hugging Face's models call torch's operation in bf16, and otherwise their own. Of the last each result is a product of its own: that is the node with which the result is taken out.
 """
 
 from __future__ import annotations

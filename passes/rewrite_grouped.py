@@ -17,7 +17,9 @@ from .grouped_products import Side, grouped_product
 from .slot import Slot
 from .transposes import untransposed
 
-aten = torch.ops.aten
+aten, prims = torch.ops.aten, torch.ops.prims
+
+torch_grouped_mm_op = aten._scaled_grouped_mm.default
 
 
 class GroupedEditor:
@@ -25,7 +27,10 @@ class GroupedEditor:
 
     Before:  y: bf16[T, N] = _grouped_mm(x, permute(w, [0, 2, 1]), offsets)
     After:   qx, sx = quantize(x);  qw, sw = quantize(view(w, [E * N, K]))
-             y: bf16[T, N] = fp8_compile.scaled_grouped_mm(qx, permute(view(qw, [E, N, K]), [0, 2, 1]), offsets, sx, sw)
+    CPU:     y: bf16[T, N] = fp8_compile.scaled_grouped_mm(qx, permute(view(qw, [E, N, K]), [0, 2, 1]), offsets, sx, sw)
+    GPU:     y: bf16[T, N] = _scaled_grouped_mm(qx, permute(view(qw, [E, N, K]), [0, 2, 1]), sx [T], sw [E, N], offsets)
+
+    torch's operation for GPUs has a scale a row and a column, K contiguous, and writes bf16.
 
     The experts of a layer are one tensor, with one scale or one a row of each. Where the contraction goes over tokens
     (grad_weight), a row's scale is that of all groups: where they begin and end is not known when scales are made.
@@ -42,12 +47,36 @@ class GroupedEditor:
             q_left, scale_left = self._operand(product.left, self.plan.left, is_left=True)
             q_right, scale_right = self._operand(product.right, self.plan.right, is_left=False)
             operands = (q_left, q_right, product.offsets, scale_left, scale_right)
-            tags = {**policy_of(node), "fp8_kind": GEMM}
-            result = self._emit(scaled_grouped_mm_op, *operands, value(node).dtype, tags=tags)
+            multiply = self._by_torch if self.rules.needs_k_contiguous else self._by_ours
+            result = multiply(*operands, tags={**policy_of(node), "fp8_kind": GEMM})
             if product.flipped:
                 result = self._emit(aten.permute.default, result, [0, 2, 1])
         node.replace_all_uses_with(result)
         self.graph.erase_node(node)
+
+    def _by_ours(self, *operands: fx.Node, tags: dict[str, Any]) -> fx.Node:
+        return self._emit(scaled_grouped_mm_op, *operands, value(self.site.node).dtype, tags=tags)
+
+    def _by_torch(
+        self,
+        left: fx.Node,
+        right: fx.Node,
+        offsets: fx.Node,
+        scale_left: fx.Node,
+        scale_right: fx.Node,
+        *,
+        tags: dict[str, Any],
+    ) -> fx.Node:
+        wanted = value(self.site.node).dtype
+        left = left if value(left).stride(-1) == 1 else self._inline(_in_rows, left)
+        right = right if value(right).stride(-2) == 1 else self._inline(_in_columns, right)
+        scales = self._inline(_row_scales, scale_left, left), self._inline(_column_scales, scale_right, right)
+        if value(offsets).dtype != torch.int32:
+            offsets = self._emit(prims.convert_element_type.default, offsets, torch.int32)
+        # FP22 accumulation is enough for activations, as in products that are not in groups.
+        options = {"out_dtype": torch.bfloat16, "use_fast_accum": self.site.gemm == "output"}
+        result = self._emit(torch_grouped_mm_op, left, right, *scales, offsets, tags=tags, **options)
+        return result if wanted == torch.bfloat16 else self._emit(prims.convert_element_type.default, result, wanted)
 
     def _operand(self, side: Side, plan: OperandPlan, *, is_left: bool) -> tuple[fx.Node, fx.Node]:
         """FP8 values and scales of one side, as ``kernels/scaled_grouped_mm.py`` has them."""
@@ -87,3 +116,23 @@ class GroupedEditor:
 def _flat(stack: torch.Tensor) -> torch.Tensor:
     """A stack of matrices as one: [E, R, C] -> [E * R, C]."""
     return stack.reshape(-1, stack.shape[2])
+
+
+def _in_rows(q: torch.Tensor) -> torch.Tensor:
+    """A copy whose last dimension is contiguous. Bytes are moved, as Triton may miscompile transposed FP8 stores."""
+    return q.view(torch.uint8).contiguous().view(q.dtype)
+
+
+def _in_columns(q: torch.Tensor) -> torch.Tensor:
+    """A copy whose last dimension but one is contiguous."""
+    return _in_rows(q.transpose(-1, -2)).transpose(-1, -2)
+
+
+def _row_scales(scale: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
+    """One a row: [1, 1] or [T, 1] -> [T]."""
+    return scale.expand(left.shape[0], 1).reshape(-1).contiguous()
+
+
+def _column_scales(scale: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """One a column of each expert: [1, 1] or [E, 1, N] -> [E, N]."""
+    return scale.expand(right.shape[0], 1, right.shape[2]).reshape(right.shape[0], -1).contiguous()

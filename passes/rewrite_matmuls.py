@@ -38,7 +38,7 @@ class RewriteMatmuls(GraphPass):
     way (``ShareQuantizes`` makes that one quantize); where the target wants the contraction contiguous, the FP8
     bytes are transposed, not the original. Where it reads any layout, they are not even that:
              dx: bf16[M, K] = cublaslt_mm(qdy, qw, sdy, sw, None, None, out_dtype=bf16)
-    A stack of products becomes one gemm a slice; ragged groups (experts) stay one operation, see ``rewrite_grouped.py``.
+    A stack of products becomes one gemm a slice; ragged groups stay one operation, see ``rewrite_grouped.py``.
 
     Skips: see ``decide.py``. Every matmul gets a :class:`Row`.
     """

@@ -9,7 +9,7 @@ aten = torch.ops.aten
 
 
 def untransposed(node: fx.Node) -> tuple[fx.Node, bool]:
-    """The matrix, or the stack of them, that ``node`` is a chain of transposes of, and whether an odd number of them."""
+    """The matrix, or the stack of them, that ``node`` is a chain of transposes of; and whether an odd number."""
     flipped = False
     while node.op == "call_function":
         if _is_transpose(node):

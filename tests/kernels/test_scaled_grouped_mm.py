@@ -40,9 +40,7 @@ def test_scales_of_rows_go_with_their_groups() -> None:
     assert torch.equal(scaled, plain * rows * cols[:, 0].repeat_interleave(torch.tensor([4, 2]), 0))
     columns = 2.0 ** torch.arange(4).view(1, 4)
     plain = scaled_grouped_mm(left.t(), right[0, :1].expand(6, 4), offsets, one, one, torch.float32)
-    scaled = scaled_grouped_mm(
-        left.t(), right[0, :1].expand(6, 4), offsets, rows[:5], columns, torch.float32
-    )
+    scaled = scaled_grouped_mm(left.t(), right[0, :1].expand(6, 4), offsets, rows[:5], columns, torch.float32)
     assert torch.equal(scaled, plain * rows[:5] * columns)
 
 
