@@ -7,7 +7,8 @@
     transformers.grouped_mm_fallback(x, w, offsets)                             rows
     transformers.grouped_mm_fallback_backward(x, w, offsets, dy) -> dx, dw      rows and contract, one node for both
 
-Hugging Face's models call torch's operation in bf16, and otherwise their own. Of the last each result is a product of its own: that is the node with which the result is taken out.
+Hugging Face's models call torch's operation in bf16, and otherwise their own. Of the last each result is a product of
+its own: that is the node with which the result is taken out.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def offsets_of(*sizes: int) -> Tensor:
 def exact(x: Tensor, w: Tensor, offsets: Tensor, dy: Tensor) -> dict[str, np.ndarray]:
     """Output and gradients in FP64; w is [experts, K, N]."""
     x, w, dy = (fp8_reference.to_numpy(side) for side in (x, w, dy))
-    return _products(offsets, (x, w), (dy, w), (x, dy))
+    return products(offsets, (x, w), (dy, w), (x, dy))
 
 
 def in_fp8(
@@ -81,13 +81,13 @@ def in_fp8(
 
     output = rounded(x, how.forward, 1), experts(0)
     grad_input = rounded(dy, backward, 1), experts(1)
-    return _products(offsets, output, grad_input, (rounded(x, how.forward, 0), rounded(dy, backward, 0)))
+    return products(offsets, output, grad_input, (rounded(x, how.forward, 0), rounded(dy, backward, 0)))
 
 
 Pair = tuple[np.ndarray, np.ndarray]
 
 
-def _products(offsets: Tensor, output: Pair, grad_input: Pair, grad_weight: Pair) -> dict[str, np.ndarray]:
+def products(offsets: Tensor, output: Pair, grad_input: Pair, grad_weight: Pair) -> dict[str, np.ndarray]:
     """The three gemms, each of operands of its own."""
     (x, w), (dy, w_again), (x_again, dy_again) = output, grad_input, grad_weight
     y, dx, dw = np.zeros((len(x), w.shape[2])), np.zeros(x.shape), np.zeros(w.shape)
