@@ -14,6 +14,7 @@ from .decide import OperandPlan, Rewrite, Rules
 from .emit import GEMM, emit, getitem, inline, policy_of, value
 from .find_matmuls import GroupedMatmul
 from .grouped_products import Side, grouped_product
+from .relayout_bytes import emit_relayout
 from .slot import Slot
 from .transposes import untransposed
 
@@ -68,8 +69,6 @@ class GroupedEditor:
         tags: dict[str, Any],
     ) -> fx.Node:
         wanted = value(self.site.node).dtype
-        left = left if value(left).stride(-1) == 1 else self._inline(_in_rows, left)
-        right = right if value(right).stride(-2) == 1 else self._inline(_in_columns, right)
         scales = self._inline(_row_scales, scale_left, left), self._inline(_column_scales, scale_right, right)
         if value(offsets).dtype != torch.int32:
             offsets = self._emit(prims.convert_element_type.default, offsets, torch.int32)
@@ -100,8 +99,11 @@ class GroupedEditor:
             q = self._emit(aten.view.default, q, list(value(base).shape))
             if plan.block != (WHOLE, WHOLE):  # [E * rows, 1] or [E, rows]
                 scale = self._emit(aten.view.default, scale, [stack[0], 1, -1])
-        elif rows_first != is_left:
+        elif flipped:
             scale = self._emit(aten.permute.default, scale, [1, 0])
+        if self.rules.needs_k_contiguous and not rows_first:
+            q = emit_relayout(self.graph, q, True, 1, 1, like=self.site.node)
+            flipped = not flipped
         if flipped:
             q = self._emit(aten.permute.default, q, [0, 2, 1] if stack else [1, 0])
         return q, scale
@@ -116,16 +118,6 @@ class GroupedEditor:
 def _flat(stack: torch.Tensor) -> torch.Tensor:
     """A stack of matrices as one: [E, R, C] -> [E * R, C]."""
     return stack.reshape(-1, stack.shape[2])
-
-
-def _in_rows(q: torch.Tensor) -> torch.Tensor:
-    """A copy whose last dimension is contiguous. Bytes are moved, as Triton may miscompile transposed FP8 stores."""
-    return q.view(torch.uint8).contiguous().view(q.dtype)
-
-
-def _in_columns(q: torch.Tensor) -> torch.Tensor:
-    """A copy whose last dimension but one is contiguous."""
-    return _in_rows(q.transpose(-1, -2)).transpose(-1, -2)
 
 
 def _row_scales(scale: torch.Tensor, left: torch.Tensor) -> torch.Tensor:

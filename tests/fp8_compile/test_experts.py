@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import re
+from collections import Counter
 
 import grouped
 import numpy as np
 import pytest
 import torch
+from absent_gpu import absent_gpu
 from delayed_reference import Rule, Slot
 from fp8_reference import E4M3, E5M2
 from grouped import Layer, offsets_of
@@ -156,6 +159,30 @@ def test_explain_for_a_gpu_says_which_gemms_of_experts_stay_in_high_precision() 
         "grad_input": "ragged groups: torch multiplies them in e4m3 only, not in e5m2",
         "grad_weight": "ragged groups: cuda:90 wants sizes of groups that are multiples of 16",
     }
+
+
+class Two(nn.Module):
+    """Two layers, one kept as [experts, N, K], one as [experts, K, N]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = Layer(EXPERTS, 64, 128, dtype=torch.bfloat16)
+        self.down = Layer(EXPERTS, 128, 64, transposed=False, dtype=torch.bfloat16)
+
+    def forward(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        return self.down(nn.functional.silu(self.up(x, offsets)), offsets)
+
+
+def test_the_code_for_an_absent_h100_calls_torchs_grouped_gemm_on_fp8() -> None:
+    """Inductor's own checks of strides are stricter than those of tracing: a copy must lie as it was asked to."""
+
+    def inputs() -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randn(64, 64, dtype=torch.bfloat16, requires_grad=True), offsets_of(20, 0, 44)
+
+    with absent_gpu(90) as gpu:
+        step = gpu.training_step(Two, inputs, backend="fp8", options={"target": "cuda:90", "recipe": "rowwise"})
+    calls = re.findall(r"extern_kernels\.(\w+)\(", f"{step.forward}{step.backward}")
+    assert Counter(calls) == {"_scaled_grouped_mm": 4, "_grouped_mm": 2}, "grad_weight stays in bf16"
 
 
 def test_a_warm_up_records_experts_before_their_first_step_in_fp8() -> None:
