@@ -135,6 +135,11 @@ def _group_reason(site: Matmul, rules: Rules) -> str | None:
         return f"ragged groups: blocks of {TILE} would reach from one group into the next"
     if not rules.grouped:
         return f"ragged groups: torch has no FP8 gemm of them for {rules.target}"
+    groups, *sizes = site.shape
+    tokens = sizes["MNK".index(token_dim(site))]
+    if statically_known_true(tokens < groups):
+        # Decoding, mostly: the product reads the experts that are chosen, a quantize reads all of them.
+        return f"ragged groups: {tokens} tokens for {groups} experts, which would all be quantized"
     if rules.alignment == 1:
         return None
     if site.gemm == "grad_weight":
