@@ -27,6 +27,7 @@ from byte_lm import ByteLM  # noqa: E402
 
 SEQUENCE = 256
 GEMMS = ("aten::mm", "aten::addmm", "aten::bmm", "mkldnn::_linear_pointwise", "fp8_compile::scaled_mm")
+GEMMS += ("aten::_grouped_mm", "fp8_compile::scaled_grouped_mm")
 QUANTIZES = ("fp8_compile::quantize_delayed", "fp8_compile::cast", "fp8_compile::scales")
 
 

@@ -255,6 +255,7 @@ def make_rules(config: Config, target: Target, selection: Selection) -> Rules:
         reads_any_layout=target.reads_any_layout,
         e5m2_by_e5m2=target.e5m2_by_e5m2,
         only_output=target.rowwise_output if config.recipe in ("rowwise", "blockwise") else None,
+        grouped=target.grouped,
     )
 
 

@@ -77,6 +77,8 @@ def mark_sites(stage: Stage, gemms: Mapping[str, str], rewritten: set[str]) -> N
     for index, name in enumerate(columns["name"]):
         if name in gemms and stage.id == "before":
             columns["site"][index], columns["gemm"][index] = name, gemms[name]
+            if columns["kind"][index] == "view":  # one of two products that are one operation: where it is taken out
+                columns["kind"][index] = "matmul"
         elif columns["kind"][index] == "matmul" and columns["site"][index] in rewritten:
             columns["kind"][index] = "fp8_matmul"
 

@@ -19,7 +19,8 @@ Kind = Literal["input", "output", "matmul", "fp8_matmul", "quantize", "dequantiz
 
 NAMESPACE = "fp8_compile"
 MATMULS = frozenset(
-    "mm addmm bmm baddbmm addbmm mv addmv dot matmul linear einsum _addmm_activation _int_mm _grouped_mm".split()
+    "mm addmm bmm baddbmm addbmm mv addmv dot matmul linear einsum _addmm_activation _int_mm _grouped_mm"
+    " grouped_mm_fallback grouped_mm_fallback_backward".split()
 )
 FP8_MATMULS = frozenset("_scaled_mm _scaled_mm_v2 _scaled_grouped_mm _scaled_grouped_mm_v2".split())
 CASTS = frozenset("convert_element_type _to_copy to".split())

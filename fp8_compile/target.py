@@ -29,6 +29,7 @@ class Target:
     e5m2_by_e5m2: bool = False
     recipes: frozenset[str] = RECIPES_EVERYWHERE
     rowwise_output: torch.dtype | None = torch.bfloat16  # the only output dtype of rowwise and blockwise gemms
+    grouped: bool = False  # has an FP8 gemm of ragged groups
 
     @property
     def is_cpu(self) -> bool:
@@ -75,7 +76,12 @@ def _cuda(capability: int) -> Target:
     # cuBLAS has 1x128 and 128x128 block scales on Hopper only.
     recipes = RECIPES_EVERYWHERE | {"rowwise"} | ({"blockwise"} if capability == 90 else set())
     # cuBLASLt wants K contiguous ("TN") on Ada, Hopper, and on the Blackwells of workstations, 12.x.
-    return Target(f"cuda:{capability}", recipes=frozenset(recipes), reads_any_layout=capability // 10 == 10)
+    return Target(
+        f"cuda:{capability}",
+        recipes=frozenset(recipes),
+        reads_any_layout=capability // 10 == 10,
+        grouped=capability in (90, 100),  # torch._scaled_grouped_mm
+    )
 
 
 # Our CPU gemm multiplies in FP32 after an exact upcast: any shape, any layout, any pair of formats.
@@ -86,6 +92,7 @@ CPU = Target(
     e5m2_by_e5m2=True,
     recipes=frozenset(RECIPES_EVERYWHERE | {"rowwise", "blockwise"}),
     rowwise_output=None,
+    grouped=True,
 )
 _HIP = {
     "gfx942": Target(

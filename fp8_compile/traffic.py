@@ -6,6 +6,7 @@ After:   the same of the FP8 gemms that replace them, and what it takes to make 
          reads    and of the tensors that they are made from, where each is a kernel of its own
 
 Each operand counts as read once and each result as written once; caches, tiles and fusion by Inductor are not modelled.
+Products that are one operation with several results (both gradients of experts) share what it reads.
 """
 
 from __future__ import annotations
@@ -68,8 +69,18 @@ def _moved(stage: Stage, index: int) -> int:
 
 
 def _read(stage: Stage, index: int) -> int:
+    if _is_taken_out(stage, index):
+        results = stage.inputs.count(stage.inputs[index])
+        return _read(stage, stage.inputs[index][0]) // results
     return sum(stage.columns["bytes"][operand] for operand in stage.inputs[index])
 
 
 def _has_symbol(stage: Stage, index: int) -> bool:
+    if _is_taken_out(stage, index) and _has_symbol(stage, stage.inputs[index][0]):
+        return True
     return any(stage.is_symbolic(one) for one in (index, *stage.inputs[index]))
+
+
+def _is_taken_out(stage: Stage, index: int) -> bool:
+    """Whether a node is one result of an operation with several."""
+    return bool(stage.columns["target"][index] == "_operator.getitem")

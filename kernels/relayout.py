@@ -2,7 +2,7 @@
 
     y[i, j] = q[i, j]  or  q[j, i] if transposed;  0 outside      q: [R, C] -> y: [R', C'] row-major
 
-R' and C' are the next multiples of ``row_multiple`` and ``col_multiple``.
+R' and C' are the next multiples of ``row_multiple`` and ``col_multiple``. Of a stack, [E, R, C], each matrix by itself.
 
 Inductor writes the kernel, fused with the cast that makes q unless the copy is to be ``separate``. The lowering here
 differs from ``permute`` and ``constant_pad_nd`` in two ways:
@@ -26,9 +26,9 @@ def relayout(
     """The formula above in plain PyTorch."""
     moved = q.view(torch.uint8)
     if transposed:
-        moved = moved.t()
+        moved = moved.transpose(-2, -1)
     if row_multiple > 1 or col_multiple > 1:
-        rows, cols = moved.shape
+        rows, cols = moved.shape[-2:]
         moved = torch.nn.functional.pad(moved, (0, -cols % col_multiple, 0, -rows % row_multiple))
     return moved.clone(memory_format=torch.contiguous_format).view(q.dtype)
 
@@ -36,8 +36,9 @@ def relayout(
 def _fake(
     q: torch.Tensor, transposed: bool, row_multiple: int, col_multiple: int, separate: bool = False
 ) -> torch.Tensor:
-    rows, cols = (q.shape[1], q.shape[0]) if transposed else (q.shape[0], q.shape[1])
-    return q.new_empty((rows + -rows % row_multiple, cols + -cols % col_multiple))
+    *stack, rows, cols = q.shape
+    rows, cols = (cols, rows) if transposed else (rows, cols)
+    return q.new_empty((*stack, rows + -rows % row_multiple, cols + -cols % col_multiple))
 
 
 _library = torch.library.Library("fp8_compile", "FRAGMENT")
@@ -55,9 +56,9 @@ def _lowering(q, transposed, row_multiple, col_multiple, separate=False):  # typ
         q = ExternKernel.realize_input(q)
     moved = to_dtype_bitcast(q, torch.uint8)
     if transposed:
-        moved = permute(moved, [1, 0])
+        moved = permute(moved, [1, 0] if len(moved.get_size()) == 2 else [0, 2, 1])
     if row_multiple > 1 or col_multiple > 1:
-        rows, cols = moved.get_size()
+        rows, cols = moved.get_size()[-2:]
         moved = constant_pad_nd(moved, [0, -cols % col_multiple, 0, -rows % row_multiple], 0)
     copy = ExternKernel.require_contiguous(clone(moved))
     if separate:

@@ -11,7 +11,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statica
 from fp8_compile.kernels.formats import Format
 from fp8_compile.kernels.quantize import HIGH_PRECISION, WHOLE
 
-from .find_matmuls import Matmul, Origin, Role
+from .find_matmuls import GroupedMatmul, Matmul, Origin, Role
 
 # Padding K or N pays while it adds at most a quarter to the multiplications: an FP8 gemm has twice the rate of
 # a bf16 one, and half of that gain is what the quantizes cost.
@@ -47,6 +47,7 @@ class Rules:
     e5m2_by_e5m2: bool = False
     stochastic: frozenset[Role] = frozenset()  # what is rounded at random
     only_output: torch.dtype | None = None  # the one dtype that the recipe's gemm can write
+    grouped: bool = True  # whether there is an FP8 gemm of ragged groups
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,12 +76,14 @@ class Skip:
 
 def decide(site: Matmul, rules: Rules) -> Rewrite | Skip:
     """The decision for one matmul; the first reason against it is the one reported."""
-    for check in (_name_reason, _operand_reason, _dtype_reason, _role_reason, _size_reason):
+    for check in (_name_reason, _operand_reason, _dtype_reason, _role_reason, _group_reason, _size_reason):
         if (reason := check(site, rules)) is not None:
             return Skip(reason)
     left, right = (_plan(operand.role, rules) for operand in (site.left, site.right))
     if left.format.significand_bits == right.format.significand_bits == 3 and not rules.e5m2_by_e5m2:
         return Skip(f"{rules.target} can't multiply {left.format} by {right.format}")
+    if isinstance(site, GroupedMatmul):
+        return Rewrite(left, right, reason=rules.recipe)
     return _with_padding(site, left, right, rules)
 
 
@@ -124,12 +127,38 @@ def _role_reason(site: Matmul, rules: Rules) -> str | None:
 _FIELD = {Role.INPUT: "inputs", Role.WEIGHT: "weights", Role.GRAD_OUTPUT: "gradients"}
 
 
+def _group_reason(site: Matmul, rules: Rules) -> str | None:
+    """What can't be done with groups whose sizes are known only when it runs."""
+    if not isinstance(site, GroupedMatmul):
+        return None
+    if rules.recipe == "blockwise":
+        return f"ragged groups: blocks of {TILE} would reach from one group into the next"
+    if not rules.grouped:
+        return f"ragged groups: torch has no FP8 gemm of them for {rules.target}"
+    groups, *sizes = site.shape
+    tokens = sizes["MNK".index(token_dim(site))]
+    if statically_known_true(tokens < groups):
+        # Decoding, mostly: the product reads the experts that are chosen, a quantize reads all of them.
+        return f"ragged groups: {tokens} tokens for {groups} experts, which would all be quantized"
+    if rules.alignment == 1:
+        return None
+    if site.gemm == "grad_weight":
+        return f"ragged groups: {rules.target} wants sizes of groups that are multiples of {rules.alignment}"
+    for format in {_plan(operand.role, rules).format: None for operand in (site.left, site.right)}:
+        if format.significand_bits != 4:
+            return f"ragged groups: torch multiplies them in e4m3 only, not in {format}"
+    for name, size in zip("NK", site.shape[-2:]):
+        if not statically_known_true(size % rules.alignment == 0):
+            return f"ragged groups: {name}={size} is not a multiple of {rules.alignment}"
+    return None
+
+
 def _size_reason(site: Matmul, rules: Rules) -> str | None:
     """The layer's own sizes decide, for all three gemms alike; the number of tokens does not."""
     *batch, m, n, k = site.shape
     if any(statically_known_true(size == 0) for size in site.shape):
         return "no elements"
-    if batch:
+    if batch and not isinstance(site, GroupedMatmul):
         if not isinstance(batch[0], int):
             return "the number of stacked products is known only when it runs"
         if batch[0] > MOST_SLICES:

@@ -176,6 +176,11 @@ def getitem(graph: fx.Graph, node: fx.Node, index: int) -> fx.Node:
     return emit(graph, operator.getitem, node, index, like=node)
 
 
+def policy_of(node: fx.Node) -> dict[str, Any]:
+    """As tags: what a checkpointing policy says of a matmul holds for the FP8 gemm in its place."""
+    return {"recompute": node.meta["recompute"]} if "recompute" in node.meta else {}
+
+
 def value(node: fx.Node) -> Any:
     """The fake tensor, symbol or number that a node stands for."""
     return node.meta["val"]

@@ -21,6 +21,7 @@ from torch import fx
 from torch._functorch._aot_autograd.descriptors import TangentAOTInput
 
 from .emit import GEMM, value
+from .grouped_products import GroupedProduct, grouped_product, is_both_gradients, op_name
 from .row import Gemm
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -100,6 +101,18 @@ class Matmul:
         return value(self.left.node).dtype
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupedMatmul(Matmul):
+    """A product of ragged groups: the operands of ``product``, which says how they are to be read."""
+
+    product: GroupedProduct
+
+    @property
+    def shape(self) -> tuple[int | torch.SymInt, ...]:
+        """(groups, M, N, K)."""
+        return self.product.shape
+
+
 @dataclasses.dataclass(frozen=True)
 class OtherMatmul:
     """An op that multiplies matrices in a form that is left alone: it has a row and a reason, no more."""
@@ -119,7 +132,7 @@ MATMUL_OPS: dict[Callable[..., object], tuple[int, int, int | None]] = {
     aten.addmm.default: (1, 2, 0),
     aten.baddbmm.default: (1, 2, 0),
 }
-RAGGED_GROUPS = "ragged groups: the sizes of the groups are known only when it runs"
+RAGGED_GROUPS = "ragged groups: not in the form [T, K] by [experts, K, N]"
 FUSED_ATTENTION = "attention kernel: activation by activation stays in high precision"
 OTHER_OPS: dict[str, str] = {
     "_scaled_mm": "the model's own FP8 matmul",
@@ -158,13 +171,14 @@ def find_matmuls(graph: fx.Graph, names: Names) -> list[Matmul | OtherMatmul]:
         if node.op != "call_function":
             continue
         module = names.module_of(node)
-        if node.target in MATMUL_OPS:
-            site = _with_ordinal(_matmul(node, module, values, forward_by_seq), done)
+        grouped = grouped_product(node)
+        if node.target in MATMUL_OPS or grouped is not None:
+            site = _with_ordinal(_matmul(node, module, grouped, values, forward_by_seq), done)
             if not is_backward(node) and "seq_nr" in node.meta:
                 forward_by_seq.setdefault(node.meta["seq_nr"], []).append(site)
             found.append(site)
         elif (reason := _other_reason(node)) is not None:
-            found.append(OtherMatmul(node, _op_name(node), module, _other_gemm(node), reason, _other_shape(node)))
+            found.append(OtherMatmul(node, op_name(node), module, _other_gemm(node), reason, _other_shape(node)))
     return found
 
 
@@ -209,9 +223,13 @@ def _placeholder_origin(node: fx.Node, names: Names) -> Origin:
 
 
 def _matmul(
-    node: fx.Node, module: str, values: dict[fx.Node, _Value], forward_by_seq: dict[int, list[Matmul]]
+    node: fx.Node,
+    module: str,
+    grouped: GroupedProduct | None,
+    values: dict[fx.Node, _Value],
+    forward_by_seq: dict[int, list[Matmul]],
 ) -> Matmul:
-    left, right, added = operands_of(node)
+    left, right, added = (grouped.left.node, grouped.right.node, None) if grouped else operands_of(node)
     forward = None
     if is_backward(node):
         forward = _forward_of(node, left, right, forward_by_seq)
@@ -223,9 +241,9 @@ def _matmul(
         for side, role in zip((left, right), roles)
     ]
     weights = next((values[side.node].weights for side in sides if side.role is Role.WEIGHT), ())
-    return Matmul(
+    return (functools.partial(GroupedMatmul, product=grouped) if grouped else Matmul)(
         node,
-        _op_name(node),
+        op_name(node),
         module or (forward.module if forward else ""),
         gemm,
         *sides,
@@ -292,9 +310,9 @@ def _backward_roles(
 def _other_reason(node: fx.Node) -> str | None:
     if not isinstance(node.target, torch._ops.OpOverload) or node.meta.get("fp8_kind") == GEMM:
         return None
-    name = _op_name(node)
+    name = op_name(node)
     if "grouped_mm" in name and "scaled" not in name:
-        return RAGGED_GROUPS
+        return None if is_both_gradients(node) else RAGGED_GROUPS
     if node.target.namespace != "aten":
         return None
     if name.startswith(("_scaled_dot_product", "_flash_attention", "_efficient_attention")):
@@ -305,7 +323,7 @@ def _other_reason(node: fx.Node) -> str | None:
 def _other_gemm(node: fx.Node) -> Gemm:
     if not is_backward(node):
         return "output"
-    groups_of_weights = "grouped_mm" in _op_name(node) and len(_other_shape(node)) == 4 and value(node).dim() == 3
+    groups_of_weights = "grouped_mm" in op_name(node) and len(_other_shape(node)) == 4 and value(node).dim() == 3
     return "grad_weight" if groups_of_weights else "grad_input"
 
 
@@ -315,12 +333,8 @@ def _other_shape(node: fx.Node) -> tuple[int | torch.SymInt, ...]:
     first = result[0] if isinstance(result, Sequence) else result
     if not isinstance(first, torch.Tensor):
         return ()
-    if "grouped_mm" not in _op_name(node) or first is not result:
+    if "grouped_mm" not in op_name(node) or first is not result:
         return tuple(first.shape)
     left, right = (value(arg) for arg in node.args[:2])
     groups = next((side.shape[0] for side in (first, left, right) if side.dim() == 3), 1)
     return (groups, left.shape[-2], right.shape[-1], left.shape[-1])
-
-
-def _op_name(node: fx.Node) -> str:
-    return node.target._schema.name.partition("::")[2]  # type: ignore[union-attr]

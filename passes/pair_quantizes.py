@@ -45,7 +45,8 @@ VIEWS = {
 }
 CAST = prims.convert_element_type.default
 # Kernels that Inductor does not write: it fuses nothing into them, and their results are in memory.
-EXTERN, ATTENTION = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "convolution"), "_scaled_dot_product"
+EXTERN = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm", "_scaled_grouped_mm", "convolution")
+ATTENTION = "_scaled_dot_product"
 
 
 class PairQuantizes(GraphPass):

@@ -12,13 +12,15 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from fp8_compile.kernels.quantize import HIGH_PRECISION, WHOLE, quantize_op
 
 from .decide import OperandPlan, Rewrite, Rules, Skip, decide
-from .emit import emit, getitem, inline, value
-from .find_matmuls import Matmul, Names, OtherMatmul, Role, find_matmuls, operands_of
+from .emit import emit, getitem, inline, policy_of, value
+from .find_matmuls import GroupedMatmul, Matmul, Names, OtherMatmul, Role, find_matmuls, operands_of
 from .fp8_gemm import Fp8Gemm
 from .graph_pass import GraphPass, PassReport
 from .relayout_bytes import emit_relayout, made_pointwise
+from .rewrite_grouped import GroupedEditor
 from .row import REWRITTEN, SKIPPED, Row, code_line
 from .slot import Slot, state_of
+from .transposes import untransposed
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -36,7 +38,7 @@ class RewriteMatmuls(GraphPass):
     way (``ShareQuantizes`` makes that one quantize); where the target wants the contraction contiguous, the FP8
     bytes are transposed, not the original. Where it reads any layout, they are not even that:
              dx: bf16[M, K] = cublaslt_mm(qdy, qw, sdy, sw, None, None, out_dtype=bf16)
-    A stack of products becomes one gemm a slice.
+    A stack of products becomes one gemm a slice; ragged groups stay one operation, see ``rewrite_grouped.py``.
 
     Skips: see ``decide.py``. Every matmul gets a :class:`Row`.
     """
@@ -58,7 +60,8 @@ class RewriteMatmuls(GraphPass):
         for site, decision in zip(sites, decisions):
             site.node.meta.update(fp8_module=site.module, fp8_gemm=site.gemm, fp8_site=site.node.name)
             if isinstance(site, Matmul) and isinstance(decision, Rewrite):
-                _Editor(graph, site, decision, rules).replace()
+                editor = GroupedEditor if isinstance(site, GroupedMatmul) else _Editor
+                editor(graph, site, decision, rules).replace()
                 rewritten += 1
         return PassReport(rewritten, f"of {len(sites)} matmuls rewritten")
 
@@ -96,7 +99,7 @@ class _Editor:
         fast = self.site.gemm == "output" and self.rules.needs_k_contiguous
         gemm = Fp8Gemm(q_left, q_right, scale_left, scale_right, self.bias, self.written, fast)
         as_they_lie = self._reads_across(left, is_left=True) or self._reads_across(right, is_left=False)
-        node, tags = self.site.node, _policy(self.site.node)
+        node, tags = self.site.node, policy_of(self.site.node)
         result = gemm.emit(self.graph, like=node, by_cublaslt=as_they_lie, tags=tags)
         if self.plan.align_n > 1:
             result = self._inline(_first_columns, result, right)
@@ -210,23 +213,6 @@ def _check_dtypes(sites: list[Matmul | OtherMatmul]) -> None:
             f"no layer can run in FP8: {first.module or first.weights[0]} and all others multiply in {first.dtype}; "
             "expected float32, bfloat16 or float16. Convert the model first, e.g. model.float()"
         )
-
-
-def untransposed(node: fx.Node) -> tuple[fx.Node, bool]:
-    """The matrix that ``node`` is a chain of transposes of, and whether an odd number of them."""
-    flipped = False
-    while node.op == "call_function":
-        if node.target is aten.t.default or (node.target is aten.permute.default and list(node.args[1]) == [1, 0]):
-            flipped = not flipped
-        elif node.target is not aten.alias.default:
-            break
-        node = node.args[0]  # type: ignore[assignment]
-    return node, flipped
-
-
-def _policy(node: fx.Node) -> dict[str, Any]:
-    """What a checkpointing policy says of the matmul holds for the FP8 gemm in its place."""
-    return {"recompute": node.meta["recompute"]} if "recompute" in node.meta else {}
 
 
 def _first_columns(y: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

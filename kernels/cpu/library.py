@@ -170,6 +170,12 @@ def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
         *(size, size, size, *operand, *operand),
         *(pointer, pointer, integer, size, integer, integer),
     )
+    loaded.fp8_scaled_grouped_mm.argtypes = (
+        *(integer, size, pointer, size, size, size),
+        *(pointer, size, size, integer, pointer, size),
+        *(pointer, size, size, size, integer, pointer, size, size),
+        *(pointer, integer, size, size, integer),
+    )
     loaded.nvfp4_matmul.argtypes = (
         *(pointer, size, size, size, integer, pointer, pointer, size, size, ctypes.c_float),
         *(pointer, integer, integer, pointer, integer),
@@ -177,7 +183,7 @@ def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
     loaded.fp8_weight_mm.argtypes = (
         *(pointer, size, size, size, integer, pointer, pointer, size, pointer, pointer, integer),
     )
-    for name in ("amax", "quantize", "inputs", "delayed", "scaled_mm", "weight_mm"):
+    for name in ("amax", "quantize", "inputs", "delayed", "scaled_mm", "scaled_grouped_mm", "weight_mm"):
         getattr(loaded, f"fp8_{name}").restype = None
     loaded.nvfp4_matmul.restype = None
     return loaded

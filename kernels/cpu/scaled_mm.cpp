@@ -59,6 +59,13 @@ void multiply(int64_t m, int64_t n, int64_t k, const Operand& a, const Operand& 
   Gemm<Micro, PackLeft<Micro, Decode>, PackRight<Micro, Decode>, Finish<Micro>>(m, n, k, left, right, finish).run(threads);
 }
 
+// One gemm of a group of tokens.
+struct Group { int64_t start, size, products; };
+
+constexpr int ROWS = 0;  // what groups divide: rows of the left operand and of the result; else the contraction
+// Products that are worth threads of their own: starting and joining them takes as long as some.
+constexpr int64_t LEAST_PARALLEL = 1 << 20;
+
 sigjmp_buf escape;
 
 }  // namespace
@@ -75,6 +82,46 @@ void fp8_scaled_mm(int64_t m, int64_t n, int64_t k,
   const Operand b{right, right_stride, right_k_stride, right_e5m2, {right_scales, right_scale_stride, right_scale_k_stride, right_lines}};
   const bool tiled = a.scales.k_stride || b.scales.k_stride;
   multiply(m, n, k, a, b, Finish<Micro>{tiled ? TILE : 0, a.scales, b.scales, bias, out, dtype, out_stride, bool(accumulate)}, threads);
+}
+
+// kernels/scaled_grouped_mm.py has the formulas. Groups of many products have all threads each, one after the other; those
+// of few are shared out between threads, whole: an expert with a handful of tokens is no work to divide.
+void fp8_scaled_grouped_mm(int along, int64_t groups, const int64_t* ends, int64_t m, int64_t n, int64_t k,
+                           const void* left, int64_t left_stride, int64_t left_k_stride, int left_e5m2,
+                           const float* left_scales, int64_t left_scale_stride,
+                           const void* right, int64_t right_group_stride, int64_t right_stride, int64_t right_k_stride,
+                           int right_e5m2, const float* right_scales, int64_t right_scale_group_stride,
+                           int64_t right_scale_stride, void* out, int dtype, int64_t out_group_stride, int64_t out_stride,
+                           int threads) {
+  const auto bytes = [](const void* p) { return static_cast<const uint8_t*>(p); };
+  const auto group = [&](int64_t g) {
+    const int64_t start = g ? ends[g - 1] : 0, size = ends[g] - start;
+    return Group{start, size, size * n * (along == ROWS ? k : m)};
+  };
+  const auto run = [&](int64_t g, const Group& here, int on) {
+    const bool rows = along == ROWS;
+    const int64_t rows_before = rows ? here.start : 0, k_before = rows ? 0 : here.start;
+    const Operand a{bytes(left) + rows_before * left_stride + k_before * left_k_stride, left_stride, left_k_stride, left_e5m2,
+                    {left_scales + rows_before * left_scale_stride, left_scale_stride, 0, 1}};
+    const Operand b{bytes(right) + g * right_group_stride + k_before * right_k_stride, right_stride, right_k_stride, right_e5m2,
+                    {right_scales + g * right_scale_group_stride, right_scale_stride, 0, 1}};
+    void* to = static_cast<char*>(out) + (g * out_group_stride + rows_before * out_stride) * (dtype == FP32 ? 4 : 2);
+    const Finish<Micro> finish{0, a.scales, b.scales, nullptr, to, dtype, out_stride, false};
+    multiply(rows ? here.size : m, n, rows ? k : here.size, a, b, finish, on);
+  };
+  const auto is_large = [&](const Group& one) { return one.products >= LEAST_PARALLEL * threads; };
+  int64_t small = 0;
+  for (int64_t g = 0; g < groups; ++g) {
+    const Group here = group(g);
+    if (is_large(here)) run(g, here, threads);
+    else small += here.products;
+  }
+  const int sharing = small >= LEAST_PARALLEL ? usable_threads(threads, groups) : 1;
+#pragma omp parallel for num_threads(sharing) schedule(dynamic)
+  for (int64_t g = 0; g < groups; ++g) {
+    const Group here = group(g);
+    if (!is_large(here)) run(g, here, 1);
+  }
 }
 
 // Whether this library's instructions can really be used here: small products on a thread that survives SIGILL, of one row

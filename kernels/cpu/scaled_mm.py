@@ -19,7 +19,7 @@ from .library import library
 from .operation import DTYPES, define
 
 LEAST_PARALLEL = 1 << 20  # multiplications; one thread does as many in some 10 us
-_FORMATS = {E4M3.dtype: 0, E5M2.dtype: 1}
+FORMATS = {E4M3.dtype: 0, E5M2.dtype: 1}
 
 
 def _new(
@@ -69,9 +69,9 @@ def _multiply(
     if bias is not None:
         bias = bias.to(torch.float32).contiguous()
     library().fp8_scaled_mm(  # type: ignore[union-attr]
-        *(m, n, k, left.data_ptr(), *left.stride(), _FORMATS[left.dtype]),
+        *(m, n, k, left.data_ptr(), *left.stride(), FORMATS[left.dtype]),
         *(scale_left.data_ptr(), _stride(scale_left, 0), _stride(scale_left, 1), _lines(scale_left.shape[0], m)),
-        *(right.data_ptr(), right.stride(1), right.stride(0), _FORMATS[right.dtype]),
+        *(right.data_ptr(), right.stride(1), right.stride(0), FORMATS[right.dtype]),
         *(scale_right.data_ptr(), _stride(scale_right, 1), _stride(scale_right, 0), _lines(scale_right.shape[1], n)),
         *(None if bias is None else bias.data_ptr(), out.data_ptr(), DTYPES[out.dtype], out.stride(0), accumulate),
         torch.get_num_threads() if m * n * k >= LEAST_PARALLEL else 1,

@@ -18,6 +18,7 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fp8_compile.kernels.cpu.scaled_grouped_mm import scaled_grouped_mm_op
 from fp8_compile.kernels.quantize import quantize_op
 from fp8_compile.precision_graph import to_networkx, write_dot, write_graphml
 
@@ -152,6 +153,7 @@ def test_each_kind_of_node_is_recognised_in_a_rewritten_graph() -> None:
         (torch.matmul, "matmul"),
         (aten._grouped_mm.default, "matmul"),
         (aten._scaled_grouped_mm.default, "fp8_matmul"),
+        (scaled_grouped_mm_op, "fp8_matmul"),
         (aten.permute.default, "view"),
         (aten.view.dtype, "view"),
         (aten._unsafe_view.default, "view"),

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import torch
+from grouped import Layer, offsets_of
+from joint_graph import joint_graph, make, run_passes
 from made_up_dump import MATRIX, two_products
 
+from fp8_compile.graph_stages import capture
 from fp8_compile.traffic import estimate
 
 
@@ -22,3 +26,26 @@ def test_a_matmul_of_unknown_size_is_counted_as_uncounted() -> None:
     before.stage.columns["bytes"][3], before.stage.columns["shape"][3] = 0, "[s0, 64]"
     traffic = estimate(before.stage, after.stage, {"y", "z"})
     assert traffic.uncounted == 1 and set(traffic.by_site) == {"z"} and traffic.gemms_before == 6 * MATRIX
+
+
+def test_both_gradients_of_experts_share_what_their_one_operation_reads() -> None:
+    x, layer = torch.randn(64, 32, requires_grad=True), Layer(4, 32, 64, dtype=torch.float32)
+    before, rewritten, *_ = run_passes(joint_graph(layer, x, offsets_of(10, 20, 30, 4)), make("cpu"))
+    traffic = estimate(
+        capture(before.graph, "before", ""),
+        capture(rewritten.graph, "rewritten", ""),
+        {"grouped_mm_fallback", "getitem", "getitem_1"},
+    )
+    x_bytes, w_bytes, y_bytes, offsets = 64 * 32 * 4, 4 * 32 * 64 * 4, 64 * 64 * 4, 16
+    reads = (x_bytes + w_bytes + offsets + y_bytes) // 2
+    assert {site: bytes for site, (bytes, _) in traffic.by_site.items()} == {
+        "grouped_mm_fallback": x_bytes + w_bytes + offsets + y_bytes,
+        "getitem": reads + x_bytes,
+        "getitem_1": reads + w_bytes,
+    }
+    scales = 8
+    assert {site: bytes for site, (_, bytes) in traffic.by_site.items()} == {
+        "grouped_mm_fallback": (x_bytes + w_bytes) // 4 + offsets + scales + y_bytes,
+        "getitem": (y_bytes + w_bytes) // 4 + offsets + scales + x_bytes,
+        "getitem_1": (x_bytes + y_bytes) // 4 + offsets + scales + w_bytes,
+    }

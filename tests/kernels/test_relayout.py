@@ -74,6 +74,19 @@ def test_fake_result_has_the_shape_and_layout_of_the_real_one(shape, multiples) 
         assert fake.is_contiguous() and real.is_contiguous()
 
 
+@pytest.mark.parametrize("run", [relayout, relayout_op], ids=["function", "op"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_of_a_stack_each_matrix_is_copied_by_itself(run, transposed) -> None:
+    stack = matrix_of_bytes(3 * 7, 5, torch.float8_e4m3fn).view(3, 7, 5)
+    moved = run(stack, transposed, 16, 1)
+    assert moved.is_contiguous() and moved.shape == ((3, 16, 7) if transposed else (3, 16, 5))
+    for one, copy in zip(stack, moved):
+        np.testing.assert_array_equal(reference.codes_of(copy), expected_bytes(one, transposed, 16, 1))
+    with torch._subclasses.FakeTensorMode() as mode:
+        fake = relayout_op(mode.from_tensor(stack), transposed, 16, 1)
+    assert fake.shape == moved.shape and fake.is_contiguous()
+
+
 # The op's schema promises a new tensor: a caller, or a pass of torch's, may write into one and keep the other.
 @pytest.mark.parametrize("shape, transposed", [((7, 5), False), ((1, 5), True), ((5, 1), True), ((7, 5), True)])
 def test_result_never_shares_memory_with_the_source(shape, transposed) -> None:

@@ -21,7 +21,8 @@ from joint_graph import (
 )
 from torch import Tensor, fx, nn
 
-from fp8_compile.passes.rewrite_matmuls import RewriteMatmuls, untransposed
+from fp8_compile.passes.rewrite_matmuls import RewriteMatmuls
+from fp8_compile.passes.transposes import untransposed
 
 aten = torch.ops.aten
 

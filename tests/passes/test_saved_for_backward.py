@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from graph_text import describe, op_name, ops
+from grouped import Experts, offsets_of
 from joint_graph import Split, split
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -185,3 +186,20 @@ def test_query_key_and_value_save_one_copy_of_their_input(target: str) -> None:
     made = split(QueryKeyValue(), given(), target=target)
     assert len(made.report.rewritten) == 12
     assert sorted(made.saved_activations) == ["e4m3[16, 128]", "e4m3[16, 256]"]
+
+
+class MlpOfExperts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = Experts(4, 128, 256, dtype=BF16), Experts(4, 256, 128, dtype=BF16)
+
+    def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
+        return self.down(torch.neg(self.up(x, offsets)), offsets)
+
+
+def test_tokens_of_experts_are_saved_in_fp8_and_no_copy_of_their_weights_is() -> None:
+    x = torch.randn(16, 128, dtype=BF16, requires_grad=True)
+    made = split(MlpOfExperts(), x, offsets_of(9, 0, 5, 2), recipe="tensorwise")
+    assert len(made.report.rewritten) == 6
+    assert sorted(made.saved_activations) == ["e4m3[16, 128]", "e4m3[16, 256]"]
+    assert saved_inputs(made) == ["bf16[4, 256, 128]", "i32[4]", "bf16[4, 128, 256]"]  # the weights, and not x

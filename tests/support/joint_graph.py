@@ -169,6 +169,8 @@ class ReferenceInterpreter(fx.Interpreter):
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is aten._scaled_mm.default:
             return reference_scaled_mm(*args, **kwargs)
+        if target is aten._scaled_grouped_mm.default:
+            return reference_scaled_grouped_mm(*args, **kwargs)
         return super().call_function(target, args, kwargs)
 
 
@@ -208,6 +210,23 @@ def reference_scaled_mm(
     return (product if bias is None else product + bias.double()).to(out_dtype)
 
 
+def reference_scaled_grouped_mm(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    scale_left: torch.Tensor,
+    scale_right: torch.Tensor,
+    offsets: torch.Tensor,
+    *,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool = False,
+) -> torch.Tensor:
+    """Row by row in FP64; scales of rows and of each group's columns. torch has no such operation for CPUs."""
+    groups = torch.bucketize(torch.arange(left.shape[0]), offsets, right=True)
+    rows = left.double() * scale_left.double()[:, None]
+    columns = right.double() * scale_right.double()[:, None, :]
+    return torch.stack([row @ columns[group] for row, group in zip(rows, groups)]).to(out_dtype)
+
+
 def _spread(q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     for dim in (0, 1):
         if scale.shape[dim] not in (1, q.shape[dim]):
@@ -238,7 +257,11 @@ def assert_gpu_accepts(graph: fx.Graph) -> int:
         for side in (left, right):
             assert min(side.stride()) == 1 and max(side.stride()) % 16 == 0, f"{node}: strides {side.stride()}"
         assert left.shape[1] % 16 == right.shape[1] % 16 == 0, f"{node}: {left.shape} by {right.shape}"
-    return len(gemms) + len(by_cublaslt)
+    grouped = graph.find_nodes(op="call_function", target=aten._scaled_grouped_mm.default)
+    for node in grouped:
+        with FakeTensorMode():
+            torch._scaled_grouped_mm(*(_on_gpu(arg.meta["val"]) for arg in node.args), **node.kwargs)
+    return len(gemms) + len(by_cublaslt) + len(grouped)
 
 
 def check_accepted(*operands_and_scales: torch.Tensor, **options: Any) -> None:

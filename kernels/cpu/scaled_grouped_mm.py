@@ -1,0 +1,67 @@
+"""The FP8 gemm of ragged groups in C++ (``scaled_mm.cpp``), as an operation of a graph.
+
+    y = scaled_grouped_mm(left, right, offsets, scale_left, scale_right, out_dtype)
+
+``kernels/scaled_grouped_mm.py`` has the formulas and shapes. Operands are E4M3 or E5M2 each, of any strides. A group is
+one gemm, on parts of the operands as they lie: sizes that change from step to step change no shape, and nothing is
+compiled again.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fp8_compile.kernels import scaled_grouped_mm as reference
+
+from .library import library
+from .operation import DTYPES, define
+from .scaled_mm import FORMATS
+
+ROWS, CONTRACTION = 0, 1  # scaled_mm.cpp: what the groups divide
+
+
+def _new(
+    left: Tensor, right: Tensor, offsets: Tensor, scale_left: Tensor, scale_right: Tensor, out_dtype: torch.dtype
+) -> tuple[Tensor]:
+    return (reference.new_result(left, right, offsets, out_dtype),)
+
+
+def _scaled_grouped_mm(
+    left: Tensor,
+    right: Tensor,
+    offsets: Tensor,
+    scale_left: Tensor,
+    scale_right: Tensor,
+    out_dtype: torch.dtype,
+    out: Tensor,
+) -> None:
+    if library() is None:
+        out.copy_(reference.scaled_grouped_mm(left, right, offsets, scale_left, scale_right, out_dtype))
+        return
+    along = ROWS if right.dim() == 3 else CONTRACTION
+    tokens = left.shape[along]
+    ends = torch.tensor([end for _, end in reference.bounds(offsets, tokens=tokens)], dtype=torch.int64)
+    if along == ROWS:
+        out[ends[-1] if len(ends) else 0 :].zero_()
+    library().fp8_scaled_grouped_mm(  # type: ignore[union-attr]
+        *(along, len(ends), ends.data_ptr(), left.shape[0], right.shape[-1], left.shape[1]),
+        *(left.data_ptr(), *left.stride(), FORMATS[left.dtype]),
+        *(scale_left.data_ptr(), _stride(scale_left, 0)),
+        *(right.data_ptr(), _stride(right, -3), right.stride(-1), right.stride(-2), FORMATS[right.dtype]),
+        *(scale_right.data_ptr(), _stride(scale_right, -3), _stride(scale_right, -1)),
+        *(out.data_ptr(), DTYPES[out.dtype], _stride(out, -3), out.stride(-2), torch.get_num_threads()),
+    )
+
+
+def _stride(tensor: Tensor, dim: int) -> int:
+    """From one to the next along a dimension; 0 where there is one for all."""
+    return tensor.stride(dim) if tensor.dim() >= -dim and tensor.shape[dim] > 1 else 0
+
+
+scaled_grouped_mm_op = define(
+    "scaled_grouped_mm(Tensor left, Tensor right, Tensor offsets, Tensor scale_left, Tensor scale_right,"
+    " ScalarType out_dtype) -> Tensor",
+    _new,
+    _scaled_grouped_mm,
+)
