@@ -40,7 +40,7 @@ class Training:
         self.skipped_steps = 0
         self._step: Step | None = None
         self._hidden: list[tuple[Tensor, Tensor]] = []  # parameters and their gradients, while a step is skipped
-        self._hooks = StepHooks(optimizer, self._prepare, self._finish)
+        self._hooks = StepHooks(optimizer, self._prepare, self._finish, self._fail)
         _trainings[optimizer] = weakref.ref(self)
 
     def part(self, kind: type[Part]) -> Any:
@@ -108,18 +108,30 @@ class Training:
         step, self._step = self._step, None
         if step is None:  # a closure that the optimizer never called
             return
-        for parameter, gradient in self._hidden:
-            parameter.grad = gradient
-        self._hidden.clear()
+        self._show_gradients()
         for part in self.parts:
             part.after_step(step)
         self.skipped_steps += step.skipped
+
+    def _fail(self) -> None:
+        """The step has raised. It may be tried again: what the gradients are known by stays, their overflows too."""
+        step, self._step = self._step, None
+        if step is None:  # before the gradients were there, in a closure
+            return
+        self._show_gradients()
+        for part in self.parts:
+            part.failed_step(step)
 
     def _hide_gradients(self) -> None:
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         self._hidden = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
         for parameter, _ in self._hidden:
             parameter.grad = None
+
+    def _show_gradients(self) -> None:
+        for parameter, gradient in self._hidden:
+            parameter.grad = gradient
+        self._hidden.clear()
 
 
 _trainings: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Training]] = weakref.WeakKeyDictionary()

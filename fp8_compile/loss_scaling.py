@@ -61,11 +61,10 @@ class LossScaling(Part):
         if not self.on:
             return
         _refuse_grad_scaler()
-        parameters = (parameter for group in step.optimizer.param_groups for parameter in group["params"])
+        parameters = [parameter for group in step.optimizer.param_groups for parameter in group["params"]]
         gradients = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
-        largest = [*self.graphs.largest(), *_largest(gradients)]
-        if not largest:
-            return
+        # Of a rank that has none yet, nothing is not finite; it must say so, for others wait to hear it.
+        largest = [*self.graphs.largest(), *_largest(gradients)] or [torch.zeros(1, device=parameters[0].device)]
         device = largest[0].device
         worst = torch.cat([one.to(device) for one in largest])
         found = (~torch.isfinite(worst)).any().to(torch.float32)

@@ -6,13 +6,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Iterator, Mapping
 
 import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from .step_hooks import StepHooks
+from .step_hooks import OnFailure, StepHooks
 from .training_part import Part, Step
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -41,10 +42,12 @@ class MasterWeights(Part):
         self._handles: list[Any] = [
             optimizer.register_load_state_dict_pre_hook(lambda *_: self._enter()),
             optimizer.register_load_state_dict_post_hook(lambda _: self._leave()),
+            OnFailure(optimizer, "load_state_dict", self._leave),
         ]
         if hooks:
             step = Step(optimizer)
-            self._handles.append(StepHooks(optimizer, lambda: self.before_step(step), lambda: self.after_step(step)))
+            methods = (self.before_step, self.after_step, self.failed_step)
+            self._handles.append(StepHooks(optimizer, *(functools.partial(method, step) for method in methods)))
 
     def fp32_params(self) -> list[Tensor]:
         """What the optimizer updates, in its order: masters, and parameters that are no 16-bit ones themselves."""
@@ -66,7 +69,6 @@ class MasterWeights(Part):
         return sum(_local(master).numel() * 4 for master in self._masters.values())
 
     def before_step(self, step: Step) -> None:
-        self._leave()  # an exception inside the last step() left the masters there
         if step.skipped:
             return
         self._adopt()
@@ -91,6 +93,10 @@ class MasterWeights(Part):
         for master in self._masters.values():
             master.grad = None  # on a 16-bit model as large as the masters
         self._remember()
+
+    def failed_step(self, step: Step) -> None:
+        """As after one that succeeded: some masters may have been updated when it raised, and weights follow them."""
+        self.after_step(step)
 
     def state_dict(self) -> dict[str, Any]:
         """Copies of the masters, by the names of their parameters."""

@@ -3,6 +3,7 @@
     inspect        the gradients are there and nothing is decided: a part may raise ``step.found_inf``
     before_step    it is decided whether the step is skipped (``step.skipped``); the optimizer has not run
     after_step     the optimizer has run, or would have
+    failed_step    instead, if anything raised since ``inspect``
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ class Part:
 
     def after_step(self, step: Step) -> None:
         """Take over what the optimizer has written; of a skipped step, undo what led to it."""
+
+    def failed_step(self, step: Step) -> None:
+        """Leave model and optimizer as torch leaves them without the part: with what was done until then."""
 
     def state_dict(self) -> dict[str, Any]:
         """Plain tensors and numbers; empty: nothing to save."""

@@ -39,6 +39,9 @@ class WeightCaching(Part):
         for cache in self.caches if not step.skipped else ():
             cache.invalidate(weights)
 
+    def failed_step(self, step: Step) -> None:
+        self.after_step(step)  # some weights may have been written
+
     def memory_bytes(self) -> int:
         """What the copies take."""
         return sum(cache.memory_bytes() for cache in self.caches)

@@ -244,7 +244,7 @@ def _matmul(
     return (functools.partial(GroupedMatmul, product=grouped) if grouped else Matmul)(
         node,
         op_name(node),
-        module or (forward.module if forward else ""),
+        module or (forward.module if forward else _owner(node, weights)),
         gemm,
         *sides,
         added=added,
@@ -253,6 +253,14 @@ def _matmul(
         weights=weights or (forward.weights if forward else ()),
         forward=forward,
     )
+
+
+def _owner(node: fx.Node, weights: tuple[str, ...]) -> str:
+    """The module whose parameter is multiplied, for a product that was written in none: in a function, or by
+    ``torch.func.grad``, whose backward is traced as one op without a module."""
+    if node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack"):
+        return ""  # in the compiled module itself
+    return weights[0].rpartition(".")[0] if weights else ""
 
 
 def _with_ordinal(site: Matmul, done: collections.Counter[tuple[str, Gemm]]) -> Matmul:

@@ -80,7 +80,7 @@ class _Scaling:
         self.scale, self.inverse, self.last = scale, inverse, inverse
 
     def enter(self, tangent: fx.Node) -> None:
-        if not isinstance(value(tangent), torch.Tensor) or not value(tangent).is_floating_point():
+        if not _is_scaled(tangent):
             return
         users, dtype = list(tangent.users), value(tangent).dtype
         with self.graph.inserting_before(self.last.next):
@@ -94,7 +94,7 @@ class _Scaling:
         done: dict[tuple[fx.Node, bool], fx.Node] = {}
         for index, _ in _gradients(self.graph):
             gradient = results[index]
-            if not isinstance(gradient, fx.Node) or not value(gradient).is_floating_point():
+            if not isinstance(gradient, fx.Node) or not _is_scaled(gradient):
                 continue
             widens = index in wide and value(gradient).dtype == torch.float16
             key = gradient, widens
@@ -143,5 +143,11 @@ def _gemm_behind(node: fx.Node) -> fx.Node | None:
     return None
 
 
+def _is_scaled(node: fx.Node) -> bool:
+    """All gradients are, complex ones too: of those that enter and those that leave neither kind may be left out."""
+    return isinstance(value(node), torch.Tensor) and (value(node).is_floating_point() or value(node).is_complex())
+
+
 def _times(x: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return (x.to(torch.float32) * factor).to(dtype)
+    """In FP32, or in what is wider: FP64 and complex numbers keep all they have."""
+    return (x.to(torch.promote_types(x.dtype, torch.float32)) * factor).to(dtype)

@@ -58,8 +58,8 @@ void multiply(int64_t m, int64_t n, int64_t k, const Rows& x, const uint8_t* cod
   const Values& values = Values::of(false);
   if (m <= Few::ROWS) {
     const int64_t depth = Few::depth(k);
-    static thread_local Scratch scratch;
-    auto* rows = reinterpret_cast<typename Step::Element*>(scratch.at_least(size_t(Few::ROWS * depth) * sizeof(typename Step::Element)));
+    const Scratch scratch(size_t(Few::ROWS * depth) * sizeof(typename Step::Element));
+    auto* rows = reinterpret_cast<typename Step::Element*>(scratch.memory());
     std::fill(rows, rows + Few::ROWS * depth, typename Step::Element(0));
     for (int64_t r = 0; r < m; ++r) x.read(r, 0, k, rows + r * depth);
     Few::run(m, n, k, rows, values, codes, k, finish, threads);

@@ -25,11 +25,9 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
-#include <memory>
-#include <new>
 
+#include "scratch.h"
 #include "threads.h"
 
 namespace fp8 {
@@ -42,27 +40,6 @@ inline void expect_rows(const void* first, int64_t rows, int64_t stride, int64_t
   for (int64_t row = 0; row < rows; ++row)
     for (int64_t at = 0; at < size; at += 64) __builtin_prefetch(static_cast<const char*>(first) + row * stride + at, 1);
 }
-
-// Memory for packed panels, kept by each thread: asking the system for megabytes anew costs a page fault each 4 KB.
-class Scratch {
- public:
-  char* at_least(size_t size) {
-    if (size > size_) {
-      memory_.reset();
-      size_ = 0;
-      void* fresh = std::aligned_alloc(64, (size + 63) / 64 * 64);
-      if (!fresh) throw std::bad_alloc();
-      memory_.reset(static_cast<char*>(fresh));
-      size_ = size;
-    }
-    return memory_.get();
-  }
-
- private:
-  struct Free { void operator()(char* p) const { std::free(p); } };
-  std::unique_ptr<char, Free> memory_;
-  size_t size_ = 0;
-};
 
 struct Range {
   int64_t first, last;
@@ -130,7 +107,12 @@ class Gemm {
  private:
   struct Team { int64_t thread, threads; };  // that share panels
   struct Blocks {
+    Blocks(int64_t rows, int64_t cols, int64_t for_left, int64_t for_right, int64_t for_sums)
+        : rows(rows), cols(cols), scratch(size_t(for_left + for_right + for_sums)),
+          left(reinterpret_cast<Element*>(scratch.memory())), right(reinterpret_cast<Element*>(scratch.memory() + for_left)),
+          c(for_sums ? reinterpret_cast<float*>(scratch.memory() + for_left + for_right) : nullptr) {}
     int64_t rows, cols;  // at most
+    Scratch scratch;
     Element *left, *right;
     float* c;  // sums that wait for the next DEPTH k's
   };
@@ -140,10 +122,7 @@ class Gemm {
     const bool once = k_ <= DEPTH;  // there are no sums to keep
     rows = block_size(rows, ROWS, Micro::MOST_ROWS), cols = block_size(cols, COLS, (once ? 2 : 1) * Micro::MOST_COLS);
     const int64_t for_left = lines(rows * depth_ * sizeof(Element)), for_right = lines(cols * depth_ * sizeof(Element));
-    static thread_local Scratch scratch;
-    char* memory = scratch.at_least(size_t(for_left + for_right + (once ? 0 : rows * cols * int64_t(sizeof(float)))));
-    return {rows, cols, reinterpret_cast<Element*>(memory), reinterpret_cast<Element*>(memory + for_left),
-            once ? nullptr : reinterpret_cast<float*>(memory + for_left + for_right)};
+    return Blocks(rows, cols, for_left, for_right, once ? 0 : rows * cols * int64_t(sizeof(float)));
   }
   static int64_t lines(int64_t bytes) { return ceil_div(bytes, 64) * 64; }
 

@@ -43,9 +43,8 @@ void multiply(int64_t m, int64_t n, int64_t k, const Operand& a, const Operand& 
   using Few = Dots<DotStep, Micro, Finish<Micro>>;
   if (m <= Few::ROWS && b.k_stride == 1 && !finish.tile) {
     const int64_t depth = Few::depth(k);
-    static thread_local Scratch scratch;
-    char* memory = scratch.at_least(size_t(Few::ROWS * depth) * (1 + sizeof(DotStep::Element)));
-    auto* rows = reinterpret_cast<DotStep::Element*>(memory);
+    const Scratch scratch(size_t(Few::ROWS * depth) * (1 + sizeof(DotStep::Element)));
+    auto* rows = reinterpret_cast<DotStep::Element*>(scratch.memory());
     auto* codes = reinterpret_cast<uint8_t*>(rows + Few::ROWS * depth);
     std::memset(codes, 0, size_t(Few::ROWS * depth));
     for (int64_t r = 0; r < m; ++r)

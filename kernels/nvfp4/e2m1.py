@@ -48,8 +48,15 @@ def codes_of(y: Tensor) -> Tensor:
 
 def values_of(codes: Tensor) -> Tensor:
     """FP32 values of codes, any integer dtype."""
-    table = torch.tensor((*VALUES, *(-value for value in VALUES)), device=codes.device)
-    return table[codes.to(torch.int32)]
+    return _table(codes.device)[codes.to(torch.int32)]
+
+
+def _table(device: torch.device) -> Tensor:
+    """``VALUES``, then their negatives, made where they are needed: a copy from the host would wait for a GPU."""
+    code = torch.arange(8, dtype=torch.int32, device=device)
+    normal = ((code >> 1) + 126 << 23 | (code & 1) << 22).view(torch.float32)  # exponent and one bit behind the point
+    values = torch.where(code < 2, 0.5 * code, normal)
+    return torch.cat([values, -values])
 
 
 def values_of_packed(packed: Tensor) -> Tensor:

@@ -97,7 +97,8 @@ def encode(blocks: Tensor, block_scales: Tensor, global_scale: Tensor) -> Tensor
     """Packed codes, [N, K'/2], of the values nearest to the weights under given scales."""
     rows, count, size = blocks.shape
     packed = torch.empty(rows, count * size // 2, dtype=torch.uint8, device=blocks.device)
-    tiny = bool(global_scale < SAFE_GLOBAL_SCALE)
+    # Asking costs a GPU's queue, as activations are rounded in every product; the answer, three operations.
+    tiny = global_scale.device.type != "cpu" or bool(global_scale < SAFE_GLOBAL_SCALE)
     for part in chunks(rows, count * size):
         multiplier = multiplier_of(block_scales[part], global_scale).unsqueeze(-1)
         y = blocks[part] * multiplier

@@ -105,6 +105,18 @@ def test_tensor_parallel_ranks_share_scales_and_copy_their_own_half_of_each_weig
         assert whole[key][0] == first["last"][key][0]
 
 
+def test_a_rank_without_gradients_takes_part_in_the_decision_to_skip(ranks) -> None:
+    scale = 2.0**16
+    for rank in ranks["without_gradients"]:
+        assert rank["seen"] == [[scale, 0], [scale / 2, 1], [scale / 2, 1]]
+
+
+def test_ranks_of_which_one_has_not_compiled_its_loss_scaling_yet_are_told(ranks) -> None:
+    first, second = ranks["without_gradients"]
+    assert "rank 0 has 0 quantized tensors (...) and loss scaling on" in first["told"]
+    assert "rank 1 has 0 quantized tensors (...) and loss scaling off" in second["told"]
+
+
 def test_amaxes_of_micro_batches_are_held_until_the_update_and_backward_refuses_scales_from_after_it() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(32, 48, bias=False))
     handle(model).held = True

@@ -15,6 +15,7 @@ from uncompiled import UncompiledBackend
 import fp8_compile
 from byte_lm import ByteLM, batches, stdlib_text
 from fp8_compile import Config, LossScaler, scaling_state
+from fp8_compile.loss_scaling import LossScaling
 
 D = 32
 SGD = torch.optim.SGD
@@ -228,3 +229,57 @@ def test_a_checkpoint_of_other_arguments_is_refused() -> None:
     )
     with pytest.raises(ValueError, match="no master weights"):
         masters.load_state_dict({key: state[key] for key in ("skipped_steps", "scaling")})
+
+
+# --- steps that raise, and optimizers that step twice
+
+
+def test_a_skipped_step_that_raises_gives_the_gradients_back_and_is_skipped_when_it_is_tried_again() -> None:
+    model, compiled = compiled_mlp()
+    optimizer = SGD(model.parameters(), lr=1.0)
+    train = fp8_compile.attach(compiled, optimizer, loss_scale=8.0)
+    (compiled(torch.randn(16, D)).sum() * float("inf")).backward()
+
+    def full(*_: Any) -> None:
+        raise OSError("disk is full")
+
+    hook = optimizer.register_step_post_hook(full)
+    optimizer._optimizer_step_post_hooks.move_to_end(hook.id, last=False)  # before ours
+    weights = copy.deepcopy(model.state_dict())
+    with pytest.raises(OSError, match="disk is full"):
+        optimizer.step()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    hook.remove()
+    optimizer.step()
+    assert train.skipped_steps == 1 and train.steps == 0
+    assert all(torch.equal(weights[name], saved) for name, saved in model.state_dict().items())
+
+
+@pytest.mark.parametrize("with_closure", [False, True])
+def test_a_subclass_that_calls_the_step_of_its_base_makes_one_step(with_closure: bool) -> None:
+    """Torch calls hooks in both, since both are optimizers: seen from outside it is one step."""
+
+    class Logged(SGD):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    assert hasattr(SGD([torch.zeros(1)], lr=1.0).step, "hooked"), "the base has hooks by now"
+    model, compiled = compiled_mlp()
+    model.to(torch.bfloat16)
+    optimizer = Logged(model.parameters(), lr=0.5)
+    train = fp8_compile.attach(compiled, optimizer, loss_scale="dynamic", master_weights=True)
+    x, looked = torch.randn(16, D, dtype=torch.bfloat16), []
+    part = train.part(LossScaling)
+    inspect = part.inspect
+    part.inspect = lambda step: (looked.append(step), inspect(step))
+
+    def closure() -> Tensor:
+        loss = compiled(x).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        optimizer.zero_grad()
+        optimizer.step(closure) if with_closure else (closure(), optimizer.step())
+    assert len(looked) == 2 and train.steps == 2
+    assert optimizer.param_groups[0]["params"][0] is model[0].weight

@@ -82,6 +82,34 @@ def test_a_power_of_two_is_not_seen_from_outside(recipe: str, dtype: torch.dtype
         assert_equal(run.everything(), ways[0].everything())
 
 
+class Mixed(nn.Module):
+    """Gradients in FP32, FP64 and complex numbers, of parameters and of what crosses a graph break."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+        self.wave = nn.Parameter(torch.randn(D, D, dtype=torch.complex64))
+        self.exact = nn.Parameter(torch.randn(D, D, dtype=torch.float64) * 1e-60)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wave = self.linear(x).to(torch.complex64) @ self.wave
+        torch._dynamo.graph_break()
+        return self.linear((wave * wave).real) + (self.linear(x).double() @ self.exact * 1e60).float()
+
+
+def test_gradients_in_fp64_and_in_complex_numbers_are_those_of_the_unscaled_loss() -> None:
+    x, found = torch.randn(8, D), []
+    model = Mixed()
+    for loss_scale in (None, 2.0**16):
+        torch._dynamo.reset()
+        model.zero_grad()
+        options = Config(recipe="tensorwise", loss_scale=loss_scale)
+        torch.compile(model, backend=UncompiledBackend(options))(x).square().mean().backward()
+        found.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    assert_equal(*found)
+    assert found[0]["exact"].abs().amax() > 1e50, "FP32 would be Inf"
+
+
 class Tiny(nn.Module):
     """A loss whose gradients, correct in FP32, are below what FP16 can hold."""
 

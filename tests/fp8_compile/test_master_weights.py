@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -134,25 +136,71 @@ def test_a_model_without_16_bit_parameters_has_no_masters_to_load_or_to_sync() -
     assert masters.memory_bytes() == 0 and masters.fp32_params()[0] is model.weight
 
 
-def test_a_step_that_fails_does_not_leave_masters_in_the_optimizer() -> None:
-    class Failing(optim.SGD):
-        fails = True
+class Failing(optim.Adam):
+    """Fails behind the update of the first ``after`` parameters."""
 
-        def step(self, closure: Any = None) -> Any:
-            if self.fails:
-                raise RuntimeError("out of memory")
+    after: int | None = None
+
+    def step(self, closure: Any = None) -> Any:
+        if self.after is None:
             return super().step(closure)
+        (group,) = self.param_groups
+        self.param_groups = [{**group, "params": group["params"][: self.after]}]
+        super().step(closure)
+        self.param_groups = [group]
+        raise RuntimeError("out of memory")
 
+
+@pytest.mark.parametrize("after", [1, 2])
+def test_a_step_that_fails_in_the_middle_leaves_what_torch_would_leave_without_masters(after: int) -> None:
     model = nn.Linear(4, 4).to(torch.bfloat16)
-    optimizer = Failing(model.parameters(), lr=1.0)
+    plain = copy.deepcopy(model).to(torch.float32)
+    optimizer, expected = Failing(model.parameters(), lr=0.1), Failing(plain.parameters(), lr=0.1)
+    masters = MasterWeights(optimizer)
+    for step in range(3):
+        gradients(model, dtype=torch.bfloat16)
+        for one, other in zip(model.parameters(), plain.parameters()):
+            other.grad = one.grad.float()
+        for one in (optimizer, expected):
+            one.after = after if step == 1 else None
+            with pytest.raises(RuntimeError, match="out of memory") if step == 1 else contextlib.nullcontext():
+                one.step()
+        assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True))
+        assert equal(list(masters.state_dict().values()), [one.detach() for one in plain.parameters()])
+        assert equal(model.state_dict(), {name: one.bfloat16() for name, one in plain.state_dict().items()})
+        assert equal(optimizer.state_dict()["state"], expected.state_dict()["state"])
+        optimizer.zero_grad()
+        assert all(one.grad is None for one in model.parameters())
+
+
+def test_a_state_that_does_not_load_does_not_leave_masters_in_the_optimizer() -> None:
+    model = nn.Linear(4, 4).to(torch.bfloat16)
+    optimizer = optim.SGD(model.parameters(), lr=1.0)
     MasterWeights(optimizer)
-    gradients(model, dtype=torch.bfloat16)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        optimizer.step()
-    optimizer.fails, before = False, model.weight.float()
-    optimizer.step()
-    assert torch.equal(model.weight, (before - model.weight.grad.float()).to(torch.bfloat16))
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        optimizer.load_state_dict({"state": {}, "param_groups": []})
     assert optimizer.param_groups[0]["params"][0] is model.weight
+
+
+def test_schedulers_find_a_step_that_they_can_count_before_masters_and_behind_them() -> None:
+    model = nn.Linear(4, 4).to(torch.bfloat16)
+    optimizer = optim.SGD(model.parameters(), lr=1.0)
+    own = optimizer.step.__func__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        first = optim.lr_scheduler.ConstantLR(optimizer, 0.5)
+        masters = MasterWeights(optimizer)
+        second = optim.lr_scheduler.ConstantLR(optimizer, 0.5)
+        for _ in range(3):
+            gradients(model, dtype=torch.bfloat16)
+            optimizer.step()
+            first.step()
+            second.step()
+    masters.detach()
+    assert getattr(optimizer.step, "_wrapped_by_lr_sched", False), "the scheduler's is left there"
+    other = optim.SGD(nn.Linear(4, 4).parameters(), lr=1.0)
+    MasterWeights(other).detach()
+    assert "step" not in other.__dict__ and other.step.__func__ is own
 
 
 def test_detached_masters_leave_the_optimizer_to_itself_and_lbfgs_is_refused() -> None:

@@ -121,6 +121,34 @@ def test_a_compiled_function_of_two_models_tells_them_apart() -> None:
     assert gemms(backend.reports) == {"encoder.0": THREE, "decoder.0": THREE}
 
 
+def test_products_of_torch_func_grad_have_the_names_of_their_weights_and_heads_stay_spared() -> None:
+    """Its backward is traced as one op without a module; a product with a parameter says which."""
+    model, backend = Model(), UncompiledBackend(Config(exclude="blocks.1.up"))
+
+    @torch.compile(backend=backend)
+    def slope(x: torch.Tensor) -> torch.Tensor:
+        return torch.func.grad(lambda x: model(x).square().mean())(x)
+
+    slope(data().detach()).sum().backward()
+    (report,) = backend.reports
+    outputs = [row.module for row in report.rows if row.gemm == "output"]
+    assert sorted(outputs) == sorted(2 * [*ALL]), "forward, and the gradient of the input"
+    assert set(gemms(report, "skipped")) == {"blocks.1.up", "lm_head"}
+    assert set(gemms(report, "rewritten")) == ALL - {"blocks.1.up", "lm_head"}
+
+
+def test_a_function_that_multiplies_by_a_parameter_is_named_by_its_module() -> None:
+    model, backend = Model(), UncompiledBackend(Config(exclude="blocks.0"))
+
+    @torch.compile(backend=backend)
+    def product(x: torch.Tensor) -> torch.Tensor:
+        return F.linear(F.linear(x, model.blocks[0].up.weight).tanh(), model.blocks[1].up.weight)
+
+    product(data()).sum().backward()
+    assert gemms(backend.reports, "skipped") == {"blocks.0.up": THREE}
+    assert gemms(backend.reports, "rewritten") == {"blocks.1.up": THREE}
+
+
 def test_a_compiled_method_and_module_compile_have_the_same_names() -> None:
     by_forward, by_method = Model(), Model()
     for_forward, for_method = UncompiledBackend(), UncompiledBackend()

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from uncompiled import UncompiledBackend
 
 import fp8_compile
 from fp8_compile.sharded_checkpoint import load_scaling_state
@@ -149,7 +150,38 @@ def tensor_parallel(rank: int, folder: pathlib.Path) -> dict[str, Any]:
     return {"losses": losses, "last": state.state_dict(), "copies": copies(state), "refreshes": state.weights.refreshes}
 
 
-SCENARIOS = {"ddp": ddp, "fsdp": fsdp, "tensor_parallel": tensor_parallel}
+def without_gradients(rank: int, folder: pathlib.Path) -> dict[str, Any]:
+    """The second rank has nothing to do in the first step, and an overflow in the second. Then a model whose options
+    ask for loss scaling, which a rank that has not compiled it can't know."""
+
+    def build(**settings: Any) -> tuple[Any, torch.optim.Optimizer, fp8_compile.Training]:
+        model = Blocks()
+        config = fp8_compile.Config(recipe="tensorwise", loss_scale=settings.get("option"))
+        compiled, optimizer = torch.compile(model, backend=UncompiledBackend(config)), make_optimizer(model)
+        return compiled, optimizer, fp8_compile.attach(compiled, optimizer, loss_scale=settings.get("attached"))
+
+    compiled, optimizer, training = build(attached="dynamic")
+    seen = []
+    for step in range(3):
+        if (rank, step) != (1, 0):
+            overflow = float("inf") if (rank, step) == (1, 1) else 1.0
+            (compiled(batch(step)).square().mean() * overflow).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append([training.loss_scale, float(training.skipped_steps)])
+
+    compiled, optimizer, training = build(option="dynamic")
+    told = ""
+    if rank == 0:
+        compiled(batch(0)).square().mean().backward()
+    try:
+        optimizer.step()
+    except ValueError as error:
+        told = str(error)
+    return {"seen": seen, "told": told}
+
+
+SCENARIOS = {"ddp": ddp, "fsdp": fsdp, "tensor_parallel": tensor_parallel, "without_gradients": without_gradients}
 
 
 # ---- launching ------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import pytest
 import torch
 from interpreted import check_same, interpreted
 from torch._subclasses import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
 from fp8_compile import quantize_nvfp4
 from fp8_compile.kernels.gpu import nvfp4_matmul, nvfp4_pack, nvfp4_product, nvfp4_scales, tile
@@ -141,3 +142,30 @@ def test_sizes_that_scaled_mm_refuses_are_left_to_the_weight_only_kernel(shape, 
     monkeypatch.setattr(nvfp4_product, "nvfp4_matmul", lambda *parts: called.append("weight-only"))
     nvfp4_product.product(x, *swizzled, None, "nvfp4", "swizzled")
     assert called == ["FP4 by FP4" if by_tensor_cores else "weight-only"]
+
+
+class NothingFromTheHost(TorchFunctionMode):
+    """Refuses to make a tensor of the host's numbers, which waits for the device; of meta tensors none can be read."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        assert function not in (torch.tensor, torch.as_tensor, torch.from_numpy), function
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("activations", ["int8", "nvfp4"])
+@pytest.mark.parametrize("layout", [ops.STANDARD, ops.SWIZZLED])
+def test_no_product_waits_for_the_device(activations: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU runs behind the host, which only a read of its memory or a copy to it stops."""
+    asked = []
+
+    def kernel(x: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        asked.append(x.device.type)
+        return x
+
+    monkeypatch.setattr(nvfp4_product, "nvfp4_matmul", kernel)
+    with NothingFromTheHost(), torch.device("meta"):
+        x, codes = torch.empty(8, 64, dtype=torch.float32), torch.empty(48, 32, dtype=torch.uint8)
+        scales = torch.empty(48, 4, dtype=torch.float8_e4m3fn)
+        scales = nvfp4_scales.swizzle(scales) if layout == ops.SWIZZLED else scales
+        nvfp4_product.product(x, codes, scales, torch.empty(()), None, activations, layout)
+    assert asked == ["meta"]
