@@ -1,10 +1,11 @@
 """Keep what fusion has removed out of Inductor's estimate of peak memory.
 
-Symptom: the backward of a SwiGLU in FP8 held 85.0 MB where 76.6 would do, more than in bf16. Cause: a buffer that is free
-is kept for a later one of its size if that does not raise the estimated peak (``AllocateLine.should_reuse_buffer``), and
-the estimate counts values that live in a fused kernel's registers only (torch 2.13): 17 MB of FP32 in that kernel, so that
-dead gradients were kept through the next layer. The kernels are written by then, and the graph knows which buffers are
-no more. Plain Inductor's graphs are left as they are. This can go when Inductor leaves out ``removed_buffers``.
+Symptom: the backward of a SwiGLU in FP8 held 85.0 MB where 76.6 would do, more than in bf16. Cause: a buffer that is
+free is kept for a later one of its size if that does not raise the estimated peak (``should_reuse_buffer`` of
+``AllocateLine``), and the estimate counts values that live in a fused kernel's registers only (torch 2.13): 17 MB of
+that kernel's, so that dead gradients were kept through the next layer. The kernels are written by then, and the graph
+knows which buffers are no more. Plain Inductor's graphs are left as they are. This can go when Inductor leaves out
+``removed_buffers``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Inductor's estimate of peak memory, by which it decides whether a dead buffer is kept for a later one, is the truth."""
+"""Inductor's estimate of peak memory, by which it keeps a dead buffer for a later one or does not, is the truth."""
 
 import pytest
 import torch
