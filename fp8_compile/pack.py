@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, Sequence
+from typing import Any, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +16,9 @@ from fp8_compile.kernels.nvfp4.quantize import METHODS, NEED_HESSIAN, check_meth
 from .calibrate import run_batch
 from .calibration import Calibration
 from .input_scales import check_seen, static_scales
-from .linear_layers import fused_groups, linear_layers, reason_against_packing, unwrapped, weight_of
+from .linear_layers import fused_groups, is_linear, linear_layers, reason_against_packing, unwrapped, weight_of
 from .module_names import Selection
+from .other_weights import other_weights
 from .pack_report import PackReport, PackRow
 from .packed_linear import FP8Linear, NVFP4Linear, PackedLinear
 
@@ -106,7 +107,13 @@ def choose_layers(
         for name, module in root.named_modules()
         if isinstance(module, PackedLinear)
     ]
-    return chosen, skipped
+    return chosen, [*skipped, *_others(root, owners)]
+
+
+def _others(root: nn.Module, owners: Mapping[int, Sequence[tuple[str, nn.Module]]]) -> list[PackRow]:
+    """Rows of what is multiplied by, but not by a linear layer."""
+    linear = {key for key, places in owners.items() if any(is_linear(module) for _, module in places)}
+    return [PackRow(name, shape, reason=reason) for name, (shape, reason) in other_weights(root, linear).items()]
 
 
 class _Packer:
