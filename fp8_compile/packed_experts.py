@@ -144,8 +144,20 @@ class PackedExperts(nn.Module):
     def stack(self, name: str) -> PackedStack:
         return getattr(self, f"{name}_packed")
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own. Its eager implementation loops over data, which no graph holds: not compiled, it dequantizes
+        the experts that it comes by, where in the pieces of a broken graph it would be all of them each time."""
+        if torch.compiler.is_compiling() and self.config._experts_implementation == "eager":
+            return _uncompiled(self, args, kwargs)
+        return super().forward(*args, **kwargs)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _empty, (self.own_class, self.stacks), self.__dict__
+
+
+@torch.compiler.disable
+def _uncompiled(module: PackedExperts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return module.own_class.forward(module, *args, **kwargs)
 
 
 def replace_stack(module: nn.Module, name: str, stack: PackedStack) -> None:
