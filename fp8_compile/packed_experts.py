@@ -44,6 +44,10 @@ class PackedStack(PackedWeight):
             self.register_buffer(name, value)
 
     @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.experts, self.out_features, self.in_features
+
+    @property
     def weight(self) -> Tensor:
         """The stack as the module reads it."""
         if torch.compiler.is_compiling():
