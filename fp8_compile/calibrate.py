@@ -29,7 +29,7 @@ def calibrate(
     A batch is a tensor, a tuple or list of positional arguments, or a dict of keyword arguments. The model runs in eval
     mode without gradients, and is left as it was. ``hessians=False`` keeps amaxes alone. A list or tuple of batches is
     remembered (not copied), so that ``pack`` can calibrate layers in sequence; an iterator is read once. An expert's
-    name is its stack's and its number, ``mlp.experts.gate_up_proj.3``; in ``layers`` the stack's stands for all of them.
+    name is its stack's and its number, ``mlp.experts.gate_up_proj.3``; in ``layers`` the stack's stands for them all.
     """
     root = unwrapped(model)
     again = batches if isinstance(batches, (list, tuple)) else None

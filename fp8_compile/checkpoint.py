@@ -78,9 +78,10 @@ def save_checkpoint(
     for stack, module in stacks.items():
         for name, part in names.of(stack).items():
             one = parts_of(module, part)
-            is_nvfp4 = isinstance(one, NVFP4Weight)
-            made = layouts.nvfp4_tensors(name, one, layout) if is_nvfp4 else layouts.fp8_tensors(name, *one, None, layout)
-            tensors |= made
+            if isinstance(one, NVFP4Weight):
+                tensors |= layouts.nvfp4_tensors(name, one, layout)
+            else:
+                tensors |= layouts.fp8_tensors(name, *one, None, layout)
     (folder / "config.json").unlink(missing_ok=True)  # until the end the folder is no checkpoint
     remove_others(folder, _write_shards(folder, tensors, shard_bytes))
     ignore = [names.stored(name) for name in linear_layers(root) if name not in packed]
@@ -118,7 +119,7 @@ def load_checkpoint(
     found, experts = layouts.packed_layers(tensors), {}
     if names.stacks:
         _check_activations(found, activations)
-        experts = _load_experts(root, names, tensors, found, activations)
+        experts = _load_experts(names, tensors, found)
         kept = {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[0] not in experts}
         tensors = join_plain(names, kept)
         found = layouts.packed_layers(tensors)
@@ -165,9 +166,7 @@ def packed_stacks(root: nn.Module, names: Collection[str] | None = None) -> dict
     return {name: one for name, one in found.items() if names is None or name in names}
 
 
-def _load_experts(
-    root: nn.Module, names: ExpertNames, tensors: Mapping[str, Tensor], found: Mapping[str, str], activations: str | None
-) -> dict[str, str]:
+def _load_experts(names: ExpertNames, tensors: Mapping[str, Tensor], found: Mapping[str, str]) -> dict[str, str]:
     """Pack the stacks that the checkpoint has packed; its layers come back, with the stack that each is of."""
     taken: dict[str, str] = {}
     for stack, module in names.stacks.items():

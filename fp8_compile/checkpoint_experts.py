@@ -61,8 +61,8 @@ class ExpertNames:
         found = {layer: part for layer, part in self.parts.items() if part.stack == stack}
         if not found:
             raise ValueError(
-                f"{stack}: checkpoints of this model don't hold a matrix an expert, and no other form is known for packed "
-                f"experts; exclude {stack!r} from packing, or save model.state_dict()"
+                f"{stack}: checkpoints of this model don't hold a matrix an expert, and packed experts have no other form "
+                f"there; exclude {stack!r} from packing, or save model.state_dict()"
             )
         return found
 

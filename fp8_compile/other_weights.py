@@ -1,6 +1,6 @@
 """Parameters that a module multiplies by and that are no linear layer's: what a report owes a row each.
 
-What is looked up in (embeddings), convolved with or added (biases, positions) is no such weight. Which is which is known
+What is looked up in (embeddings), convolved with or added (biases, positions) is no such weight. Which is which is told
 by the kind of the module and by names; a router, an RNN or a stack of matrices that nobody here knows has its row.
 """
 

@@ -44,7 +44,7 @@ def pack(
     progress: bool = True,
     **options: Any,
 ) -> PackReport:
-    """Replace the weights of linear layers and of experts by packed ones, in place; the report says what became of each.
+    """Replace the weights of linear layers and experts by packed ones, in place; the report says what became of each.
 
     ``method`` is one of ``quantize_nvfp4``'s, by default "gptq" with a calibration and "sweep" without; ``options``
     are that method's. ``exclude`` and ``include`` are globs on dotted names; output heads are left alone unless

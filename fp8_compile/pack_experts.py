@@ -1,7 +1,7 @@
 """Pack the stacks of matrices of a mixture of experts, each matrix as a linear layer's.
 
-gate_up_proj holds gate and up of an expert in one matrix: they have one global scale, as servers want it. Inputs of experts
-stay exact, whatever ``activations`` are: what multiplies them is the module's own forward.
+gate_up_proj holds gate and up of an expert in one matrix: they have one global scale, as servers want it. Inputs of
+experts stay exact, whatever ``activations`` are: what multiplies them is the module's own forward.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class StackPacker:
     def _packed(
         self, name: str, stack: ExpertStack, hessian_of: Callable[[int], Tensor | None]
     ) -> tuple[PackedStack, float, int]:
-        """The packed stack, its relative error, and how many of its matrices had no Hessian where one was called for."""
+        """The packed stack, its relative error, and how many of its matrices lacked a Hessian that was called for."""
         parts: list[Any] = []
         unseen, wrong, whole = 0, torch.zeros(()), torch.zeros(())
         dtype, matrices = stack.parameter.dtype, stack.matrices

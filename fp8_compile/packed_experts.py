@@ -6,8 +6,8 @@ batched_mm). Its class becomes a subclass whose ``gate_up_proj`` and ``down_proj
     experts.gate_up_proj          the weight as before, [E, N, K] or [E, K, N], dequantized when it is used
     experts.gate_up_proj_packed   a PackedStack, whose buffers state_dict() has
 
-Under a compiler the property is one operation, which ``passes/multiply_experts.py`` knows. Otherwise it is a tensor that
-dequantizes the experts that are looked up in it, and all of them only where it is used as a whole.
+Under a compiler the property is one operation, which ``passes/multiply_experts.py`` knows. Otherwise it is a tensor
+that dequantizes the experts that are looked up in it, and all of them only where it is used as a whole.
 """
 
 from __future__ import annotations
@@ -149,8 +149,9 @@ class PackedExperts(nn.Module):
         return getattr(self, f"{name}_packed")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own. Its eager implementation loops over data, which no graph holds: not compiled, it dequantizes
-        the experts that it comes by, where in the pieces of a broken graph it would be all of them each time."""
+        """The module's own. Its eager implementation loops over data, which no graph holds: not compiled, it
+        dequantizes the experts that it comes by, where in pieces of a broken graph it would be all of them each time.
+        """
         if torch.compiler.is_compiling() and self.config._experts_implementation == "eager":
             return _uncompiled(self, args, kwargs)
         return super().forward(*args, **kwargs)
@@ -169,7 +170,7 @@ def replace_stack(module: nn.Module, name: str, stack: PackedStack) -> None:
     own, stacks = (module.own_class, module.stacks) if isinstance(module, PackedExperts) else (type(module), ())
     module._parameters.pop(name, None)
     module.__class__ = _packed_class(own, tuple(dict.fromkeys((*stacks, name))))
-    module.add_module(f"{name}_packed", stack)
+    module.add_module(f"{name}_packed", stack.train(module.training))
 
 
 @functools.cache

@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any, Callable, Iterator, Mapping
 
-from torch import Tensor, _C, nn
+from torch import _C, Tensor, nn
 
 from .expert_stacks import ExpertStack
 

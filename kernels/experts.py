@@ -4,9 +4,9 @@
     nvfp4_experts_mm(x, codes, block_scales, global_scale, which, rows, layout)                  -> [M, N]
     fp8_dequantize_experts(codes, scales, dtype, which), fp8_experts_mm(x, codes, scales, which, rows)
 
-The product's rows: "grouped", sorted by expert, ``which`` int [E] says where each expert's rows end (rows behind the last
-end are zeros); "gathered", ``which`` int [M] is the expert of each row. Dequantizing with a ``which`` of any shape gives
-those matrices alone, [*which.shape, N, K].
+The product's rows: "grouped", sorted by expert, ``which`` int [E] says where each expert's rows end (rows behind the
+last end are zeros); "gathered", ``which`` int [M] is the expert of each row. Dequantizing with a ``which`` of any shape
+gives those matrices alone, [*which.shape, N, K].
 
 codes: NVFP4 uint8 [E, N, K'/2], FP8 e4m3 [E, N, K]; block_scales: e4m3 [E, N, K'/16]; global_scale: fp32 [E]; scales:
 fp32 [E, N]. ``passes/multiply_experts.py`` makes products of what modules write as dequantize and multiply.

@@ -100,8 +100,9 @@ class Pipeline(CustomGraphPass):
 
 
 class JointPipeline(Pipeline):
-    """multiply packed weights and experts, where there are any -> find matmuls, decide, rewrite -> share quantizes -> use
-    cached weights -> delay scales -> pair quantizes -> lower quantizes -> scale the loss -> lower for the target."""
+    """multiply packed weights and experts, where there are any -> find matmuls, decide, rewrite -> share quantizes ->
+    use cached weights -> delay scales -> pair quantizes -> lower quantizes -> scale the loss -> lower for the target.
+    """
 
     def __init__(
         self,
