@@ -61,7 +61,7 @@ class ExpertNames:
         found = {layer: part for layer, part in self.parts.items() if part.stack == stack}
         if not found:
             raise ValueError(
-                f"{stack}: checkpoints of this model don't hold a matrix an expert, and packed experts have no other form "
+                f"{stack}: checkpoints of this model don't hold a matrix an expert, the only form of packed experts "
                 f"there; exclude {stack!r} from packing, or save model.state_dict()"
             )
         return found

@@ -53,5 +53,5 @@ def _checked(failed: int, y: Tensor, experts: int, which: Tensor, rows: str) -> 
             if rows == "grouped"
             else f"experts from 0 to {experts - 1}"
         )
-        raise IndexError(f"an index says which expert a row is multiplied by: expected {expected}, got {which.tolist()}")
+        raise IndexError(f"an index says which expert multiplies a row: expected {expected}, got {which.tolist()}")
     return y
