@@ -26,7 +26,7 @@ from .checkpoint_experts import ExpertNames, join_plain, joined, parts_of, split
 from .input_scales import shared_scales
 from .linear_layers import fused_groups, linear_layers, unwrapped, weight_of
 from .pack import ACTIVATIONS
-from .packed_experts import PackedStack, replace_stack
+from .packed_experts import FP8Stack, PackedStack, replace_stack
 from .packed_linear import FP8Linear, NVFP4Linear, PackedLinear
 from .packed_weight import NVFP4Parts, PackedWeight
 from .whole_files import write_json, write_safetensors
@@ -57,7 +57,7 @@ def save_checkpoint(
     weights = {name: one.nvfp4 for name, one in packed.items() if isinstance(one, NVFP4Linear)}
     if len({isinstance(one, NVFP4Parts) for one in (*packed.values(), *stacks.values())}) > 1:
         raise ValueError("the model has NVFP4 and FP8 layers; one checkpoint holds one format, pack it in one")
-    inputs = _fp8_inputs(packed)
+    inputs = _fp8_inputs(packed, stacks)
     _share_global_scales(weights)
     everywhere = dict(root.named_modules(remove_duplicate=False))  # a layer in two places has two names in state_dict()
     others = {name: tensor for name, tensor in root.state_dict().items() if not _is_packed(name, everywhere)}
@@ -94,10 +94,11 @@ def save_checkpoint(
     write_json(folder / "config.json", config)
 
 
-def _fp8_inputs(packed: Mapping[str, PackedLinear]) -> dict[str, Any] | None:
+def _fp8_inputs(packed: Mapping[str, PackedLinear], stacks: Mapping[str, PackedStack]) -> dict[str, Any] | None:
     """How the inputs of FP8 layers are rounded, in compressed-tensors' words; of all alike, or it can't be said."""
     rounded = {name: layer for name, layer in packed.items() if isinstance(layer, FP8Linear)}
     kinds = {layer.inputs: name for name, layer in rounded.items()}
+    kinds |= {"": name for name, stack in stacks.items() if isinstance(stack, FP8Stack)}  # inputs of experts are exact
     if len(kinds) > 1:
         named = "; ".join(f"{name}: {kind or 'exact'}" for kind, name in kinds.items())
         raise ValueError(f"one checkpoint holds one kind of inputs, got {named}; pack all layers alike")

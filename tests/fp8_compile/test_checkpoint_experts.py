@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM
 
-from fp8_compile import load_checkpoint, pack, save_checkpoint
+from fp8_compile import load_checkpoint, pack, pack_folder, save_checkpoint
 from fp8_compile.checkpoint_experts import ExpertNames
 from fp8_compile.packed_experts import PackedExperts
 
@@ -66,6 +66,16 @@ def test_transformers_reads_our_fp8_experts(tmp_path: pathlib.Path) -> None:
     torch.testing.assert_close(theirs(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-6)
 
 
+def test_a_folder_that_was_packed_matrix_by_matrix_is_loaded_into_stacks(tmp_path: pathlib.Path) -> None:
+    model = mixtral()
+    model.save_pretrained(tmp_path / "plain")
+    pack_folder(tmp_path / "plain", tmp_path / "packed", method="rtn", progress=False)
+    other, ours = load_checkpoint(mixtral(), tmp_path / "packed"), model
+    pack(ours, method="rtn", progress=False)
+    torch.testing.assert_close(other(IDS).logits, ours(IDS).logits, rtol=1e-4, atol=1e-6)
+    assert isinstance(other.model.layers[0].mlp.experts, PackedExperts)
+
+
 def test_experts_that_are_not_packed_are_stored_a_matrix_an_expert_too(tmp_path: pathlib.Path) -> None:
     model = packed(qwen, exclude=("*.experts",))
     save_checkpoint(model, tmp_path)
@@ -99,6 +109,8 @@ def test_what_no_checkpoint_holds_is_refused_by_name(tmp_path: pathlib.Path) -> 
         save_checkpoint(model, tmp_path)
     with pytest.raises(ValueError, match=r"experts\.gate_up_proj: no packed experts in layout='gguf'"):
         save_checkpoint(packed(mixtral), tmp_path, "gguf")
+    with pytest.raises(ValueError, match=r"one kind of inputs.*dynamic.*experts\.down_proj: exact"):
+        save_checkpoint(packed(mixtral, "fp8", activations="fp8"), tmp_path)
     assert not list(tmp_path.iterdir())
     save_checkpoint(packed(qwen), tmp_path)
     stored = load_file(tmp_path / "model.safetensors")

@@ -116,7 +116,22 @@ def test_compiled_it_runs_from_the_packed_form_for_any_number_of_tokens(implemen
     assert [row.weight for row in report.rewritten] == ["gate_up_proj_packed.codes", "down_proj_packed.codes"]
 
 
-def test_one_expert_transposed_stacks_and_nan_and_gradients_of_inputs() -> None:
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("dtype, most", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_gradients_flow_to_the_inputs(implementation: str, dtype: torch.dtype, most: float) -> None:
+    """Forward from the packed form, backward through a stack that is dequantized anew."""
+    module = packed(implementation=implementation).to(dtype)
+    hidden, which, weights = routed(6)
+    grads = []
+    for one in (torch.compile(module, backend=UncompiledBackend()), module):
+        x = hidden.to(dtype).requires_grad_()
+        one(x, which, weights.to(dtype)).square().sum().backward()
+        grads.append(x.grad)
+        hidden = hidden.detach().clone()
+    assert grads[1].norm() > 0 and (grads[0] - grads[1]).norm() <= most * grads[1].norm()
+
+
+def test_one_expert_transposed_stacks_and_nan() -> None:
     for transposed, count in ((True, 4), (False, 1)):
         module = packed(transposed=transposed, count=count)
         backend = UncompiledBackend()
@@ -128,11 +143,6 @@ def test_one_expert_transposed_stacks_and_nan_and_gradients_of_inputs() -> None:
         assert result[2].isnan().all() and result[[0, 1, 3, 4, 5]].isfinite().all()
         assert len(backend.reports[0].rewritten) == 2
         torch._dynamo.reset()
-    inputs = [torch.randn(6, 32, requires_grad=True)]
-    inputs.append(inputs[0].detach().clone().requires_grad_())
-    for one, x in zip((compiled, module), inputs):
-        one(x, *routing).square().sum().backward()
-    torch.testing.assert_close(inputs[0].grad, inputs[1].grad, rtol=1e-4, atol=1e-5)
 
 
 def test_compiled_the_eager_implementation_dequantizes_no_expert_that_has_no_token() -> None:
