@@ -152,7 +152,7 @@ class _Packer:
     ) -> None:
         self.root, self.layers, self.format, self.method = root, layers, format, method
         self.activations, self.block_size, self.options = activations, block_size, options
-        self.stacks, self.stack_packer = stacks, StackPacker(format, method, activations, block_size, options)
+        self.stacks, self.stack_packer = stacks, StackPacker(stacks, format, method, activations, block_size, options)
         self.rows: list[PackRow] = []
         self.done: dict[int, PackedLinear] = {}  # by id of the weight: tied layers share what it became
         self.kept: list[Tensor] = []  # so that no id is used twice
@@ -206,7 +206,7 @@ class _Packer:
             own = f"{name}.{expert}"
             return next((one.hessian(own) for one in calibrations if own in one.names), None)
 
-        self.rows.append(self.stack_packer.pack(name, self.stacks[name], hessian_of))
+        self.rows.append(self.stack_packer.pack(name, hessian_of))
 
     def pack(self, name: str, hessian: Tensor | None) -> None:
         layer = self.layers[name]

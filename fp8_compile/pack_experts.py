@@ -6,7 +6,8 @@ experts stay exact, whatever ``activations`` are: what multiplies them is the mo
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from collections import Counter
+from typing import Any, Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -22,25 +23,34 @@ FALLBACK = "sweep"  # for matrices that a method has no Hessian for
 
 
 class StackPacker:
-    """Packs stacks one after the other; those that are tied share what the first became."""
+    """Packs ``stacks`` one after the other; those that are tied share what the first became."""
 
     def __init__(
-        self, format: str, method: str, activations: str | None, block_size: int, options: dict[str, Any]
+        self,
+        stacks: Mapping[str, ExpertStack],
+        format: str,
+        method: str,
+        activations: str | None,
+        block_size: int,
+        options: dict[str, Any],
     ) -> None:
         self.format, self.method, self.block_size, self.options = format, method, block_size, options
         self.inputs = "" if activations is None else "inputs exact"
-        self.done: dict[int, tuple[Tensor, PackedStack]] = {}  # by id of the parameter, which is held so that it stays
+        self.stacks, counts = stacks, Counter(id(stack.parameter) for stack in stacks.values())
+        self.tied = {key for key, count in counts.items() if count > 1}
+        self.done: dict[int, PackedStack] = {}  # by id of the parameter, of tied ones
 
-    def pack(self, name: str, stack: ExpertStack, hessian_of: Callable[[int], Tensor | None]) -> PackRow:
+    def pack(self, name: str, hessian_of: Callable[[int], Tensor | None]) -> PackRow:
         """``hessian_of(expert)``: of the inputs of one expert; None where no token went to it."""
+        stack = self.stacks[name]
         parameter, matrices = stack.parameter, stack.matrices
         shape, before = tuple(matrices.shape), parameter.nbytes
         if id(parameter) in self.done:
-            twin = self.done[id(parameter)][1]
-            replace_stack(stack.module, stack.name, twin)
+            replace_stack(stack.module, stack.name, self.done[id(parameter)])
             return PackRow(name, shape, self.format, self.method, before, 0, reason=_joined("tied", self.inputs))
         packed, error, unseen = self._packed(name, stack, hessian_of)
-        self.done[id(parameter)] = parameter, packed
+        if id(parameter) in self.tied:
+            self.done[id(parameter)] = packed
         replace_stack(stack.module, stack.name, packed)
         missing = f"{unseen} of {shape[0]} experts saw no token: packed by {FALLBACK}" if unseen else ""
         method = FALLBACK if unseen == shape[0] else self.method
