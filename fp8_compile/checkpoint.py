@@ -98,7 +98,9 @@ def _fp8_inputs(packed: Mapping[str, PackedLinear], stacks: Mapping[str, PackedS
     """How the inputs of FP8 layers are rounded, in compressed-tensors' words; of all alike, or it can't be said."""
     rounded = {name: layer for name, layer in packed.items() if isinstance(layer, FP8Linear)}
     kinds = {layer.inputs: name for name, layer in rounded.items()}
-    kinds |= {"": name for name, stack in stacks.items() if isinstance(stack, FP8Stack)}  # experts' are exact
+    experts = next((name for name, stack in stacks.items() if isinstance(stack, FP8Stack)), None)
+    if experts is not None:
+        kinds[""] = experts  # whose inputs are exact
     if len(kinds) > 1:
         named = "; ".join(f"{name}: {kind or 'exact'}" for kind, name in kinds.items())
         raise ValueError(f"one checkpoint holds one kind of inputs, got {named}; pack all layers alike")
