@@ -53,7 +53,9 @@ class StackPacker:
             self.done[id(parameter)] = packed
         replace_stack(stack.module, stack.name, packed)
         missing = f"{unseen} of {shape[0]} experts saw no token: packed by {FALLBACK}" if unseen else ""
-        method = FALLBACK if unseen == shape[0] else self.method
+        method = self.method
+        if unseen == shape[0]:
+            method, missing = FALLBACK, f"its inputs were not calibrated: packed by {FALLBACK}"
         sizes = before, packed.memory_bytes()
         return PackRow(name, shape, self.format, method, *sizes, error, reason=_joined(missing, self.inputs))
 
@@ -62,7 +64,7 @@ class StackPacker:
     ) -> tuple[PackedStack, float, int]:
         """The packed stack, its relative error, and how many of its matrices lacked a Hessian that was called for."""
         parts: list[Any] = []
-        unseen, wrong, whole = 0, torch.zeros(()), torch.zeros(())
+        unseen, powers = 0, {True: torch.zeros(2), False: torch.zeros(2)}  # of error and weight, by whether on inputs
         dtype, matrices = stack.parameter.dtype, stack.matrices
         for expert, matrix in enumerate(matrices):
             own, hessian = f"{name}[{expert}]", hessian_of(expert)
@@ -78,8 +80,9 @@ class StackPacker:
                     quantize_nvfp4(matrix, method, hessian, block_size=self.block_size, name=own, **options)
                 )
                 after = parts[-1].dequantize()
-            wrong += _power(after - matrix, hessian).clamp(min=0).cpu()
-            whole += _power(matrix.to(torch.float32), hessian).cpu()
+            pair = _power(after - matrix, hessian).clamp(min=0), _power(matrix.to(torch.float32), hessian)
+            powers[hessian is not None] += torch.stack(pair).cpu()
+        wrong, whole = powers[bool(powers[True].any())]  # a weight's own error does not compare with an output's
         kind = FP8Stack if self.format == "fp8" else NVFP4Stack
         return kind.of(parts, dtype, stack.transposed), float((wrong / whole.clamp(min=1e-30)).sqrt()), unseen
 

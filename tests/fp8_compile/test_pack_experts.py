@@ -79,6 +79,10 @@ def test_experts_are_calibrated_each_by_the_tokens_that_reach_it() -> None:
     report = pack(tuned, calibration=calibration, paths=1, passes=0, steps=50, progress=False)
     assert {row.method for row in report.packed} == {"gptq"}
     assert {row.reason for row in report.rows} == {"1 of 4 experts saw no token: packed by sweep"}
+    others = calibrate(module, batches, layers=["down_proj"], progress=False)
+    rows = pack(copy.deepcopy(module), calibration=others, paths=1, passes=0, steps=5, progress=False).rows
+    assert [(row.name, row.method) for row in rows] == [("down_proj", "gptq"), ("gate_up_proj", "sweep")]
+    assert rows[1].reason == "its inputs were not calibrated: packed by sweep"
     given = batches[0]
     errors = [(one(*given) - module(*given)).norm() for one in (tuned, swept)]
     assert errors[0] < 0.8 * errors[1]
