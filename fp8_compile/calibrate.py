@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from .calibration import Calibration
+from .expert_stacks import ExpertStack, expert_stacks
 from .linear_layers import linear_layers, unwrapped
 from .packed_linear import PackedLinear
+from .record_experts import recording_experts
 
 
 def calibrate(
@@ -22,19 +24,20 @@ def calibrate(
     layers: Sequence[str] | None = None,
     progress: bool = True,
 ) -> Calibration:
-    """The inputs' statistics of every linear layer (or of ``layers``), over ``batches``.
+    """The inputs' statistics of every linear layer and expert (or of ``layers``), over ``batches``.
 
     A batch is a tensor, a tuple or list of positional arguments, or a dict of keyword arguments. The model runs in eval
     mode without gradients, and is left as it was. ``hessians=False`` keeps amaxes alone. A list or tuple of batches is
-    remembered (not copied), so that ``pack`` can calibrate layers in sequence; an iterator is read once.
+    remembered (not copied), so that ``pack`` can calibrate layers in sequence; an iterator is read once. An expert's
+    name is its stack's and its number, ``mlp.experts.gate_up_proj.3``; in ``layers`` the stack's stands for them all.
     """
     root = unwrapped(model)
     again = batches if isinstance(batches, (list, tuple)) else None
     calibration = Calibration(hessians=hessians, batches=again)
-    chosen = _chosen(root, layers)
+    chosen, stacks = _chosen(root, layers)
     ran = 0
     for batch in tqdm(batches, desc="calibrate", disable=not progress):
-        run_batch(root, batch, calibration, chosen)
+        run_batch(root, batch, calibration, chosen, stacks)
         ran += 1
     if not ran:
         raise ValueError("calibrate got no batches; expected an iterable of tensors, tuples or dicts of arguments")
@@ -44,19 +47,29 @@ def calibrate(
 
 
 def run_batch(
-    root: nn.Module, batch: Any, calibration: Calibration, layers: Mapping[str, nn.Module], *, stop: bool = False
+    root: nn.Module,
+    batch: Any,
+    calibration: Calibration,
+    layers: Mapping[str, nn.Module],
+    stacks: Mapping[str, ExpertStack],
+    *,
+    stop: bool = False,
 ) -> None:
-    """Run one batch and record the inputs of ``layers``; ``stop``: no further than the last of them."""
-    left = set(layers)
+    """Run one batch and record the inputs of ``layers`` and of the experts in ``stacks``; ``stop``: no further than the
+    last of them."""
+    left = {*layers, *stacks}
+
+    def seen(name: str) -> None:
+        left.discard(name)
+        if stop and not left:
+            raise _Seen
 
     def hook(name: str) -> Callable[..., None]:
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             x = args[0] if args else kwargs.get("input", kwargs.get("x"))
             if isinstance(x, Tensor):
                 calibration.record(name, x)
-            left.discard(name)
-            if stop and not left:
-                raise _Seen
+            seen(name)
 
         return before
 
@@ -64,6 +77,10 @@ def run_batch(
         for name, module in layers.items():
             handle = module.register_forward_pre_hook(hook(name), with_kwargs=True)
             hooks.callback(handle.remove)
+        for name, stack in stacks.items():
+            handle = stack.module.register_forward_hook(lambda *_, name=name: seen(name))
+            hooks.callback(handle.remove)
+        hooks.enter_context(recording_experts(stacks, calibration.record))
         with contextlib.suppress(_Seen):
             _call(root, batch)
     calibration.end_batch()
@@ -85,14 +102,17 @@ def _call(model: nn.Module, batch: Any) -> Any:
     )
 
 
-def _chosen(root: nn.Module, layers: Sequence[str] | None) -> dict[str, nn.Module]:
+def _chosen(
+    root: nn.Module, layers: Sequence[str] | None
+) -> tuple[dict[str, nn.Module], dict[str, ExpertStack]]:
     found = {**linear_layers(root), **{n: m for n, m in root.named_modules() if isinstance(m, PackedLinear)}}
+    stacks = expert_stacks(root)
     if layers is None:
-        return found
-    unknown = [name for name in layers if name not in found]
+        return found, stacks
+    unknown = [name for name in layers if name not in found and name not in stacks]
     if unknown:
         raise ValueError(f"layers: {', '.join(map(repr, unknown))} are no linear layers of the model")
-    return {name: found[name] for name in layers}
+    return {n: found[n] for n in layers if n in found}, {n: stacks[n] for n in layers if n in stacks}
 
 
 @contextlib.contextmanager

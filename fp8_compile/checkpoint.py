@@ -22,10 +22,13 @@ from fp8_compile.kernels.nvfp4.quantize import quantize_nvfp4
 from fp8_compile.kernels.nvfp4.weight import NVFP4Weight
 
 from . import checkpoint_layouts as layouts
+from .checkpoint_experts import ExpertNames, join_plain, joined, parts_of, split_plain
 from .input_scales import shared_scales
 from .linear_layers import fused_groups, linear_layers, unwrapped, weight_of
 from .pack import ACTIVATIONS
+from .packed_experts import FP8Stack, PackedStack, replace_stack
 from .packed_linear import FP8Linear, NVFP4Linear, PackedLinear
+from .packed_weight import NVFP4Parts, PackedWeight
 from .whole_files import write_json, write_safetensors
 
 log = logging.getLogger("fp8_compile")
@@ -46,32 +49,44 @@ def save_checkpoint(
     if layout not in LAYOUTS:
         raise ValueError(f"layout={layout!r} is unknown; expected one of: {', '.join(LAYOUTS)}")
     packed = {name: one for name, one in root.named_modules() if isinstance(one, PackedLinear)}
-    if not packed:
+    stacks = packed_stacks(root)
+    if not packed and not stacks:
         raise ValueError(
             "save_checkpoint expects a packed model, this one has no packed layer; fp8_compile.pack it first"
         )
     weights = {name: one.nvfp4 for name, one in packed.items() if isinstance(one, NVFP4Linear)}
-    if weights and len(weights) < len(packed):
+    if len({isinstance(one, NVFP4Parts) for one in (*packed.values(), *stacks.values())}) > 1:
         raise ValueError("the model has NVFP4 and FP8 layers; one checkpoint holds one format, pack it in one")
-    inputs = _fp8_inputs(packed)
+    inputs = _fp8_inputs(packed, stacks)
     _share_global_scales(weights)
     everywhere = dict(root.named_modules(remove_duplicate=False))  # a layer in two places has two names in state_dict()
     others = {name: tensor for name, tensor in root.state_dict().items() if not _is_packed(name, everywhere)}
     if layout == "gguf":
+        if stacks:
+            raise ValueError(f"{next(iter(stacks))}: no packed experts in layout='gguf'; exclude them, or use another")
         from .gguf_checkpoint import write_gguf
 
         write_gguf(root, folder / "model.gguf", packed, weights, others)
         return
-    tensors = _without_twins(others)
+    names = ExpertNames(root)
+    tensors = split_plain(names, _without_twins(others))
     for name, layer in packed.items():
         if isinstance(layer, FP8Linear):
-            tensors |= layouts.fp8_tensors(name, layer.codes, layer.scales, layer.input_scale, layout)
+            tensors |= layouts.fp8_tensors(names.stored(name), layer.codes, layer.scales, layer.input_scale, layout)
         else:
-            tensors |= layouts.nvfp4_tensors(name, weights[name], layout)
+            tensors |= layouts.nvfp4_tensors(names.stored(name), weights[name], layout)
+    for stack, module in stacks.items():
+        for name, part in names.of(stack).items():
+            one = parts_of(module, part)
+            if isinstance(one, NVFP4Weight):
+                tensors |= layouts.nvfp4_tensors(name, one, layout)
+            else:
+                tensors |= layouts.fp8_tensors(name, *one, None, layout)
     (folder / "config.json").unlink(missing_ok=True)  # until the end the folder is no checkpoint
     remove_others(folder, _write_shards(folder, tensors, shard_bytes))
-    ignore = [name for name in linear_layers(root) if name not in packed]
-    format = "nvfp4" if weights else "fp8"
+    ignore = [names.stored(name) for name in linear_layers(root) if name not in packed]
+    ignore += [name for name, part in names.parts.items() if part.stack not in stacks]
+    format = "nvfp4" if any(isinstance(one, NVFP4Parts) for one in (*packed.values(), *stacks.values())) else "fp8"
     if layout == "modelopt":
         write_json(folder / "hf_quant_config.json", layouts.modelopt_file(ignore))
     described = layouts.quantization_config(layout, format, ignore, inputs)
@@ -79,10 +94,13 @@ def save_checkpoint(
     write_json(folder / "config.json", config)
 
 
-def _fp8_inputs(packed: Mapping[str, PackedLinear]) -> dict[str, Any] | None:
+def _fp8_inputs(packed: Mapping[str, PackedLinear], stacks: Mapping[str, PackedStack]) -> dict[str, Any] | None:
     """How the inputs of FP8 layers are rounded, in compressed-tensors' words; of all alike, or it can't be said."""
     rounded = {name: layer for name, layer in packed.items() if isinstance(layer, FP8Linear)}
     kinds = {layer.inputs: name for name, layer in rounded.items()}
+    experts = next((name for name, stack in stacks.items() if isinstance(stack, FP8Stack)), None)
+    if experts is not None:
+        kinds[""] = experts  # whose inputs are exact
     if len(kinds) > 1:
         named = "; ".join(f"{name}: {kind or 'exact'}" for kind, name in kinds.items())
         raise ValueError(f"one checkpoint holds one kind of inputs, got {named}; pack all layers alike")
@@ -100,7 +118,14 @@ def load_checkpoint(
     """
     root, folder = unwrapped(model), pathlib.Path(folder)
     tensors = read_tensors(folder)
-    found = layouts.packed_layers(tensors)
+    names = ExpertNames(root)
+    found, experts = layouts.packed_layers(tensors), {}
+    if names.stacks:
+        _check_activations(found, activations)
+        experts = _load_experts(names, tensors, found)
+        kept = {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[0] not in experts}
+        tensors = join_plain(names, kept)
+        found = layouts.packed_layers(tensors)
     _check_activations(found, activations)
     given = {name: tensors[f"{name}.input_scale"] for name in found if f"{name}.input_scale" in tensors}
     input_scales = shared_scales({name: one.to(torch.float32).reshape(()) for name, one in given.items()})
@@ -129,7 +154,7 @@ def load_checkpoint(
             NVFP4Linear.convert(layer, weight, dtype, activations)
     rest = {name: tensor for name, tensor in tensors.items() if name not in used}
     missing, unexpected = root.load_state_dict(rest, strict=False)
-    filled = {id(modules[name]) for name in found}
+    filled = {id(modules[name]) for name in found} | {id(one) for one in packed_stacks(root, experts.values()).values()}
     everywhere = root.named_modules(remove_duplicate=False)
     inside = {name: module for name, module in everywhere if id(module) in filled}
     missing = [name for name in missing if not _is_packed(name, inside) and not _is_tied(root, name, rest)]
@@ -138,9 +163,39 @@ def load_checkpoint(
     return model
 
 
+def packed_stacks(root: nn.Module, names: Collection[str] | None = None) -> dict[str, PackedStack]:
+    """The packed stacks of experts, or those of ``names``, by the names that they had as parameters."""
+    found = {name.removesuffix("_packed"): one for name, one in root.named_modules() if isinstance(one, PackedStack)}
+    return {name: one for name, one in found.items() if names is None or name in names}
+
+
+def _load_experts(names: ExpertNames, tensors: Mapping[str, Tensor], found: Mapping[str, str]) -> dict[str, str]:
+    """Pack the stacks that the checkpoint has packed; its layers come back, with the stack that each is of."""
+    taken: dict[str, str] = {}
+    for stack, module in names.stacks.items():
+        layers = {layer: part for layer, part in names.parts.items() if part.stack == stack}
+        if not any(layer in found for layer in layers):
+            continue
+        own = stack.rpartition(".")[2]
+        before = module._parameters.get(own)
+        before = module.stack(own) if before is None else before  # type: ignore[operator]
+        device = next(iter([*module.parameters(), *module.buffers()])).device
+        read = {layer: layouts.read_layer(layer, tensors, found[layer]) for layer in layers if layer in found}
+        packed = joined(stack, layers, read, before.dtype).to(device)
+        expected = tuple(before.shape) if isinstance(before, Tensor) else before.shape
+        _check_size(stack, packed.shape, expected)
+        replace_stack(module, own, packed)
+        taken |= dict.fromkeys(layers, stack)
+    return taken
+
+
 def _check_shape(name: str, layer: nn.Module, stored: tuple[int, ...]) -> None:
     packed = isinstance(layer, PackedLinear)
     expected = (layer.out_features, layer.in_features) if packed else tuple(weight_of(layer).shape)
+    _check_size(name, stored, expected)
+
+
+def _check_size(name: str, stored: tuple[int, ...], expected: tuple[int, ...]) -> None:
     if stored != expected:
         raise ValueError(
             f"{name}: the checkpoint has a weight of {list(stored)}, the model's is {list(expected)}; load it into the "
@@ -218,7 +273,7 @@ def _share_global_scales(weights: dict[str, NVFP4Weight]) -> None:
 def _is_packed(name: str, modules: Mapping[str, nn.Module]) -> bool:
     layer, _, part = name.rpartition(".")
     module = modules.get(layer)
-    return isinstance(module, PackedLinear) and part in module.packed
+    return isinstance(module, PackedWeight) and part in module.packed
 
 
 def _without_twins(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -102,6 +102,11 @@ def fp8_from(name: str, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     return codes, scales.to(torch.float32).reshape(-1).expand(rows).contiguous()
 
 
+def read_layer(name: str, tensors: Mapping[str, Tensor], layout: str) -> NVFP4Weight | tuple[Tensor, Tensor]:
+    """One layer's weight, in a layout of ``packed_layers``."""
+    return fp8_from(name, tensors) if layout == "fp8" else nvfp4_from(name, tensors, layout)
+
+
 # Of FP8 inputs in compressed-tensors' words, by whether their scales are static.
 FP8_INPUTS = {
     True: {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False},

@@ -36,7 +36,8 @@ from .module_names import ModuleNames
 from .pack import FORMATS, pack
 from .package_inputs import PLAIN, describe
 from .package_manifest import FILE, Manifest, here
-from .packed_linear import FP8Linear, NVFP4Linear
+from .packed_linear import FP8Linear
+from .packed_weight import NVFP4Parts
 from .report import Report
 
 log = logging.getLogger("fp8_compile")
@@ -130,7 +131,7 @@ def _check_model(model: nn.Module) -> None:
         if tensor.device.type != "cpu":
             raise ValueError(f"{name} is on {tensor.device}; export is for CPUs so far: move the model with .cpu()")
     for name, layer in model.named_modules():
-        if isinstance(layer, NVFP4Linear) and layer.layout != "interleaved":
+        if isinstance(layer, NVFP4Parts) and layer.layout != "interleaved":
             raise ValueError(
                 f"{name}: NVFP4 with block_size={layer.block_size} and activations={layer.activations!r} has no CPU "
                 "kernel to export; pack it with block_size=16 and activations=None or 'int8'"

@@ -14,6 +14,7 @@ from .backend import make_rules
 from .config import Config
 from .module_names import ModuleNames, Selection
 from .passes.decide import Rules
+from .passes.multiply_experts import MultiplyExperts
 from .passes.multiply_packed import MultiplyPacked
 from .passes.pipeline import JointPipeline, Observer, Pipeline, SplitPipeline
 from .passes.rewrite_matmuls import RewriteMatmuls
@@ -58,12 +59,13 @@ class ProgramPipeline(Pipeline):
     """The passes of a program that nobody compiles here: products of packed weights, and rows of all others."""
 
     def __init__(self, rules: Rules, names: ModuleNames, observer: Observer | None = None) -> None:
-        self.packed, self.others = MultiplyPacked(names), RewriteMatmuls(rules, names, strict=False)
-        super().__init__([self.packed, self.others, ShareQuantizes()], "export", observer)
+        self.packed, self.experts = MultiplyPacked(names), MultiplyExperts(names)
+        self.others = RewriteMatmuls(rules, names, strict=False)
+        super().__init__([self.packed, self.experts, self.others, ShareQuantizes()], "export", observer)
 
     @property
     def rows(self) -> list[Row]:
-        return [*self.packed.rows, *self.others.rows]
+        return [*self.packed.rows, *self.experts.rows, *self.others.rows]
 
     def phase(self, graph: fx.Graph) -> str:
         return "inference"

@@ -1,4 +1,5 @@
-"""The layers of a model that multiply by a weight matrix: ``nn.Linear``, and Conv1D as transformers writes GPT-2.
+"""The layers of a model that multiply by a weight matrix: ``nn.Linear``, Conv1D as transformers writes GPT-2, and its
+FalconLinear.
 
 y = x @ weight_of(layer).T + bias         weight_of: [N, K]
 """
@@ -50,6 +51,12 @@ def is_conv1d(module: nn.Module) -> bool:
     return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
 
 
+def is_falcon_linear(module: nn.Module) -> bool:
+    """transformers' FalconLinear: ``input @ weight.T + bias``, the product rounded before the bias is added."""
+    kind = type(module)
+    return kind.__name__ == "FalconLinear" and kind.__module__ == "transformers.models.falcon.modeling_falcon"
+
+
 def weight_of(layer: nn.Module) -> Tensor:
     """[N, K]."""
     return layer.weight.t() if is_conv1d(layer) else layer.weight  # type: ignore[operator, return-value]
@@ -63,7 +70,8 @@ def reason_against_packing(layer: nn.Module) -> str | None:
         return "its weight is parametrized; torch.nn.utils.parametrize.remove_parametrizations first"
     if "weight" not in layer._parameters:
         return "its weight is not a parameter of its own"
-    if isinstance(layer, nn.Linear) and type(layer).forward is not nn.Linear.forward:
+    own = isinstance(layer, nn.Linear) and type(layer).forward is not nn.Linear.forward
+    if own and not is_falcon_linear(layer):
         return f"{type(layer).__name__} computes more than a linear layer"
     if layer.weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):  # type: ignore[union-attr]
         return f"dtype {str(layer.weight.dtype).removeprefix('torch.')}"  # type: ignore[union-attr]

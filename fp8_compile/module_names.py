@@ -77,6 +77,11 @@ class ModuleNames:
         found = self._input(placeholder)
         return found.names if found.kind == "parameter" else ()
 
+    def buffers_of(self, placeholder: fx.Node) -> tuple[str, ...]:
+        """The same of a buffer."""
+        found = self._input(placeholder)
+        return found.names if found.kind == "buffer" else ()
+
     def is_buffer(self, placeholder: fx.Node) -> bool:
         return self._input(placeholder).kind == "buffer"
 

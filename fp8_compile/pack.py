@@ -1,9 +1,9 @@
-"""Pack a model's linear weights in place: NVFP4, or FP8."""
+"""Pack a model's weights in place, of linear layers and experts: NVFP4, or FP8."""
 
 from __future__ import annotations
 
 import logging
-from typing import Any, Sequence
+from typing import Any, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +15,14 @@ from fp8_compile.kernels.nvfp4.quantize import METHODS, NEED_HESSIAN, check_meth
 
 from .calibrate import run_batch
 from .calibration import Calibration
+from .expert_stacks import ExpertStack, expert_stacks
 from .input_scales import check_seen, static_scales
-from .linear_layers import fused_groups, linear_layers, reason_against_packing, unwrapped, weight_of
+from .linear_layers import fused_groups, is_linear, linear_layers, reason_against_packing, unwrapped, weight_of
 from .module_names import Selection
+from .other_weights import other_weights
+from .pack_experts import StackPacker
 from .pack_report import PackReport, PackRow
+from .packed_experts import PackedStack
 from .packed_linear import FP8Linear, NVFP4Linear, PackedLinear
 
 log = logging.getLogger("fp8_compile")
@@ -40,13 +44,14 @@ def pack(
     progress: bool = True,
     **options: Any,
 ) -> PackReport:
-    """Replace the weights of linear layers by packed ones, in place; the report says what became of each.
+    """Replace the weights of linear layers and experts by packed ones, in place; the report says what became of each.
 
     ``method`` is one of ``quantize_nvfp4``'s, by default "gptq" with a calibration and "sweep" without; ``options``
     are that method's. ``exclude`` and ``include`` are globs on dotted names; output heads are left alone unless
     ``include`` names them. ``activations``: None keeps inputs exact. Of NVFP4: "int8" rounds them by blocks of 16 as
     they come, for the fastest CPU kernels; "nvfp4" for the tensor cores of sm_100. Of FP8: "fp8" rounds them to E4M3,
-    by static scales, the calibration's amax / 448, or without a calibration each row by its own amax.
+    by static scales, the calibration's amax / 448, or without a calibration each row by its own amax. Inputs of experts
+    stay exact.
 
     ``sequential``: layers are packed in the order in which they run, each by what its inputs are now that the layers
     before it are packed. That needs the calibration's batches a second time: it is the default where they are a list.
@@ -57,19 +62,22 @@ def pack(
     if format == "fp8":
         method = "rtn"
     method = method or ("gptq" if calibration is not None else "sweep")
-    chosen, skipped = choose_layers(root, include, exclude)
-    if not chosen:
+    chosen, stacks, skipped = choose_weights(root, include, exclude)
+    if not chosen and not stacks:
         raise ValueError(
             f"nothing to pack: {_reasons(skipped) or 'the model has no nn.Linear or Conv1D layers'}; see exclude"
         )
-    check_method(method, calibration is not None, next(iter(chosen)))
-    packer = _Packer(root, chosen, format, method, activations, block_size, options)
+    check_method(method, calibration is not None, next(iter({**chosen, **stacks})))
+    packer = _Packer(root, chosen, stacks, format, method, activations, block_size, options)
     if format == "fp8" or method not in NEED_HESSIAN:
         if format == "fp8" and calibration is not None:
             packer.input_scales = static_scales(chosen, calibration)
         weighs = format == "fp8" and calibration is not None and calibration.keeps_hessians
-        for name in tqdm(chosen, desc=f"pack {method}", disable=not progress):
-            packer.pack(name, calibration.hessian(name) if weighs else None)  # type: ignore[union-attr]
+        for name in tqdm([*chosen, *stacks], desc=f"pack {method}", disable=not progress):
+            if name in stacks:
+                packer.pack_stack(name, *([calibration] if weighs else []))  # type: ignore[list-item]
+            else:
+                packer.pack(name, calibration.hessian(name) if weighs else None)  # type: ignore[union-attr]
     else:
         assert calibration is not None
         packer.pack_calibrated(calibration, sequential, progress)
@@ -78,10 +86,10 @@ def pack(
     return report
 
 
-def choose_layers(
+def choose_weights(
     root: nn.Module, include: Sequence[str], exclude: Sequence[str]
-) -> tuple[dict[str, nn.Module], list[PackRow]]:
-    """The layers to pack, and a row with the reason for each other one."""
+) -> tuple[dict[str, nn.Module], dict[str, ExpertStack], list[PackRow]]:
+    """The layers and the stacks of experts to pack, and a row with the reason for each other weight."""
     selection = Selection(_patterns("include", include), _patterns("exclude", exclude))
     selection.check(
         [name for name, _ in [*root.named_modules(), *root.named_parameters(remove_duplicate=False)] if name]
@@ -101,21 +109,41 @@ def choose_layers(
             chosen[name] = layer
         else:
             skipped.append(PackRow(name, _shape(layer), reason=reason))
-    skipped += [
-        PackRow(name, (module.out_features, module.in_features), reason="packed already")
-        for name, module in root.named_modules()
-        if isinstance(module, PackedLinear)
-    ]
-    return chosen, skipped
+    stacks = {}
+    for name, stack in expert_stacks(root).items():
+        reason = selection.reason_against(name.rpartition(".")[0], (name,)) or stack.reason_against_packing()
+        if reason is None:
+            stacks[name] = stack
+        else:
+            skipped.append(PackRow(name, tuple(stack.matrices.shape), reason=reason))
+    return chosen, stacks, [*skipped, *_packed_already(root), *_others(root, owners)]
+
+
+def _packed_already(root: nn.Module) -> list[PackRow]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, module in root.named_modules(remove_duplicate=False):
+        if isinstance(module, PackedLinear):
+            shapes[name] = module.out_features, module.in_features
+        elif isinstance(module, PackedStack):
+            shapes[name.removesuffix("_packed")] = module.experts, module.out_features, module.in_features
+    return [PackRow(name, shape, reason="packed already") for name, shape in shapes.items()]
+
+
+def _others(root: nn.Module, owners: Mapping[int, Sequence[tuple[str, nn.Module]]]) -> list[PackRow]:
+    """Rows of what is multiplied by, but not by a linear layer or experts."""
+    known = {key for key, places in owners.items() if any(is_linear(module) for _, module in places)}
+    known |= {id(stack.parameter) for stack in expert_stacks(root).values()}
+    return [PackRow(name, shape, reason=reason) for name, (shape, reason) in other_weights(root, known).items()]
 
 
 class _Packer:
-    """Packs layers one after the other."""
+    """Packs layers and stacks one after the other."""
 
     def __init__(
         self,
         root: nn.Module,
         layers: dict[str, nn.Module],
+        stacks: dict[str, ExpertStack],
         format: str,
         method: str,
         activations: str | None,
@@ -124,6 +152,7 @@ class _Packer:
     ) -> None:
         self.root, self.layers, self.format, self.method = root, layers, format, method
         self.activations, self.block_size, self.options = activations, block_size, options
+        self.stacks, self.stack_packer = stacks, StackPacker(stacks, format, method, activations, block_size, options)
         self.rows: list[PackRow] = []
         self.done: dict[int, PackedLinear] = {}  # by id of the weight: tied layers share what it became
         self.kept: list[Tensor] = []  # so that no id is used twice
@@ -136,16 +165,19 @@ class _Packer:
                 "sequential=True runs the calibration's batches again, but they came from an iterator; give it a list"
             )
         again = calibration.batches if sequential or sequential is None else None
-        groups = [[name for name in group if name in self.layers] for group in calibration.groups()]
-        groups = [group for group in groups if group]
+        groups = self._groups(calibration)
         check_seen(self.layers, calibration)
         for number, group in enumerate(tqdm(groups, desc=f"pack {self.method}", disable=not progress)):
             statistics = calibration
             if number and again is not None:
                 statistics = Calibration()
-                layers = {name: self.layers[name] for name in group}
+                layers = {name: self.layers[name] for name in group if name in self.layers}
+                stacks = {name: self.stacks[name] for name in group if name in self.stacks}
                 for batch in again:
-                    run_batch(self.root, batch, statistics, layers, stop=True)
+                    run_batch(self.root, batch, statistics, layers, stacks, stop=True)
+            if group[0] in self.stacks:
+                self.pack_stack(group[0], statistics, calibration)
+                continue
             hessian: Tensor | None = None
             for index, name in enumerate(group):
                 if hessian is None or not statistics.shares(name, group[index - 1]):
@@ -153,6 +185,28 @@ class _Packer:
                 wanted = _mean_output(self.layers[name], calibration.mean(name))
                 self.pack(name, hessian)
                 _correct_bias(self.layers[name], wanted, statistics.mean(name))
+
+    def _groups(self, calibration: Calibration) -> list[list[str]]:
+        """Layers that share their input together, and each stack by itself, in the order in which they ran; stacks that
+        no token reached last."""
+        groups: list[list[str]] = []
+        left = dict.fromkeys(self.stacks)
+        for group in calibration.groups():
+            stack = group[0].rpartition(".")[0]  # where it is an expert's
+            if stack in left:
+                del left[stack]
+                groups.append([stack])
+            groups.append([name for name in group if name in self.layers])
+        return [group for group in [*groups, *([name] for name in left)] if group]
+
+    def pack_stack(self, name: str, *calibrations: Calibration) -> None:
+        """By the first calibration that saw an expert: those before it, packed, may send it other tokens, or none."""
+
+        def hessian_of(expert: int) -> Tensor | None:
+            own = f"{name}.{expert}"
+            return next((one.hessian(own) for one in calibrations if own in one.names), None)
+
+        self.rows.append(self.stack_packer.pack(name, hessian_of))
 
     def pack(self, name: str, hessian: Tensor | None) -> None:
         layer = self.layers[name]

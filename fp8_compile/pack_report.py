@@ -1,4 +1,4 @@
-"""What packing made of each linear layer."""
+"""What packing made of each weight."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from .report import align
 
 @dataclasses.dataclass(frozen=True)
 class PackRow:
-    """One linear layer: packed, or left alone for a reason."""
+    """One weight, of a linear layer or another: packed, or left alone for a reason."""
 
     name: str
-    shape: tuple[int, ...]  # (N, K)
+    shape: tuple[int, ...]  # (N, K), of a stack (E, N, K); of what is no linear layer as it is stored
     format: str = ""  # "" where it was left alone
     method: str = ""
     bytes_before: int = 0
@@ -27,7 +27,7 @@ class PackRow:
 
 @dataclasses.dataclass(frozen=True)
 class PackReport:
-    """A row a layer; ``str()`` is a table."""
+    """A row a weight; ``str()`` is a table."""
 
     rows: tuple[PackRow, ...]
 
@@ -40,11 +40,9 @@ class PackReport:
         return [row for row in self.rows if not row.packed]
 
     def summary(self) -> str:
-        """``packed 36 of 37 linear layers, 21.2 -> 6.0 MB (pooler.dense: excluded by 'pooler')``."""
+        """``packed 36 of 37 weights, 21.2 -> 6.0 MB (pooler.dense: excluded by 'pooler')``."""
         before, after = (sum(getattr(row, field) for row in self.packed) for field in ("bytes_before", "bytes_after"))
-        line = (
-            f"packed {len(self.packed)} of {len(self.rows)} linear layers, {before / 1e6:.1f} -> {after / 1e6:.1f} MB"
-        )
+        line = f"packed {len(self.packed)} of {len(self.rows)} weights, {before / 1e6:.1f} -> {after / 1e6:.1f} MB"
         reasons = [f"{row.name}: {row.reason}" for row in self.skipped]
         return line + (f" ({'; '.join(reasons[:4])}{'; ...' if len(reasons) > 4 else ''})" if reasons else "")
 

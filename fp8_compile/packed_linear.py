@@ -2,14 +2,12 @@
 
     y = x @ dequantize(codes, scales).T + bias
 
-Ordinary modules: ``state_dict()`` holds the packed parts in the standard layout, ``load_state_dict`` takes them,
-``to`` and ``cuda`` move them (casts to another dtype leave them alone). In memory a layer on a CPU keeps its codes as
-the CPU's kernels read them, in as many bytes; ``layout`` says how they lie.
+Ordinary modules; what becomes of the packed parts when one is moved, saved or loaded: ``packed_weight.py``.
 """
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,27 +18,20 @@ from fp8_compile.kernels.fp8_inputs import ACTIVATIONS, round_inputs_op
 from fp8_compile.kernels.nvfp4 import ops
 from fp8_compile.kernels.nvfp4.weight import NVFP4Weight
 
+from .packed_weight import NVFP4Parts, PackedWeight
 
-class PackedLinear(nn.Module):
+
+class PackedLinear(PackedWeight):
     """A linear layer with a packed weight. ``pack`` makes them out of ``nn.Linear``, in place."""
 
     in_features: int
     out_features: int
-    dtype: torch.dtype  # of the weight before it was packed
     bias: nn.Parameter | None
-    packed: tuple[str, ...] = ()  # buffers that hold the weight
 
     @property
     def weight(self) -> Tensor:
         """The weight, dequantized anew at each look: for code that reads a layer's weight."""
         return self.dequantize(self.dtype)
-
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        raise NotImplementedError
-
-    def memory_bytes(self) -> int:
-        """What the weight takes."""
-        return sum(getattr(self, name).nbytes for name in self.packed)
 
     def extra_repr(self) -> str:
         bias = self.bias is not None
@@ -55,33 +46,9 @@ class PackedLinear(nn.Module):
         for name, value in buffers.items():
             self.register_buffer(name, value)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLinear:
-        """Apply ``fn`` to the packed parts as bytes: it moves them, but can't cast them."""
-        buffers = {name: self._buffers.pop(name) for name in self.packed}
-        try:
-            super()._apply(fn, recurse)
-        finally:
-            self._buffers.update(buffers)
-        for name, value in buffers.items():
-            given = value.reshape(-1).view(torch.uint8)
-            moved = fn(given)
-            if moved is not given:  # or layers that share a tensor would have one each
-                self._buffers[name] = moved.view(value.dtype).reshape(value.shape)
-        self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype  # a layer without bias follows casts, too
-        return self
 
-
-class NVFP4Linear(PackedLinear):
-    """Weight in NVFP4: codes uint8 [N, K'/2], block_scales e4m3 [N, K'/B], global_scale fp32 []; K' is K in whole
-    blocks."""
-
-    packed = ("codes", "block_scales", "global_scale")
-    codes: Tensor
-    block_scales: Tensor
-    global_scale: Tensor
-    activations: str | None
-    layout: str
-    block_size: int
+class NVFP4Linear(NVFP4Parts, PackedLinear):
+    """Weight in NVFP4."""
 
     @classmethod
     def convert(cls, layer: nn.Module, weight: NVFP4Weight, dtype: torch.dtype, activations: str | None) -> None:
@@ -112,37 +79,8 @@ class NVFP4Linear(PackedLinear):
         parts = self.codes, self.block_scales, self.global_scale
         return ops.dequantize_op(*parts, self.in_features, dtype, self.layout)
 
-    def use_layout(self, layout: str) -> None:
-        """Lay the weight out anew, in place of what was there."""
-        if layout != self.layout:
-            standard = ops.to_standard(self.codes, self.block_scales, self.layout)
-            self.codes, self.block_scales = ops.from_standard(*standard, layout)
-            self.layout = layout
-
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, activations={self.activations}, layout={self.layout}"
-
-    def _best_layout(self) -> str:
-        if self.codes.device.type == "meta":
-            return self.layout
-        return ops.layout_for(self.codes.device, self.block_size, self.activations)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> NVFP4Linear:
-        super()._apply(fn, recurse)
-        self.use_layout(self._best_layout())
-        return self
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.layout != ops.STANDARD:
-            weight = self.nvfp4
-            destination[prefix + "codes"], destination[prefix + "block_scales"] = weight.codes, weight.block_scales
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        layout = self.layout
-        self.use_layout(ops.STANDARD)  # state_dicts are
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-        self.use_layout(layout)
 
 
 class FP8Linear(PackedLinear):

@@ -18,7 +18,7 @@ from .add_in_gemm import AddInGemm
 from .call_cpu_kernels import CallCpuKernels
 from .decide import Rules
 from .delay_scales import DelayScales
-from .find_matmuls import Names, is_backward
+from .find_matmuls import is_backward
 from .flag_overflow_in_place import FlagOverflowInPlace
 from .fuse_casts import FuseCasts
 from .fuse_delayed_quantizes import FuseDelayedQuantizes
@@ -26,6 +26,7 @@ from .graph_pass import GraphPass
 from .launch_quantizes import LaunchQuantizes
 from .lower_quantizes import LowerQuantizes
 from .lower_scaled_mm_cpu import LowerScaledMmForCpu
+from .multiply_experts import MultiplyExperts, StackNames
 from .multiply_packed import MultiplyPacked
 from .open_one_row import OpenOneRow
 from .pair_quantizes import PairQuantizes
@@ -101,13 +102,14 @@ class Pipeline(CustomGraphPass):
 
 
 class JointPipeline(Pipeline):
-    """multiply packed weights, where there are any -> find matmuls, decide, rewrite -> share quantizes -> use cached
-    weights -> delay scales -> pair quantizes -> lower quantizes -> scale the loss -> lower for the target."""
+    """multiply packed weights and experts, where there are any -> find matmuls, decide, rewrite -> share quantizes ->
+    use cached weights -> delay scales -> pair quantizes -> lower quantizes -> scale the loss -> lower for the target.
+    """
 
     def __init__(
         self,
         rules: Rules,
-        names: Names,
+        names: StackNames,
         key: str,
         observer: Observer | None = None,
         *,
@@ -117,7 +119,7 @@ class JointPipeline(Pipeline):
         scale_loss: ScaleLoss | None = None,
         strict: bool = True,
     ) -> None:
-        self.packed = MultiplyPacked(names, rules.target)
+        self.packed, self.experts = MultiplyPacked(names, rules.target), MultiplyExperts(names, rules.target)
         self.rewrite = RewriteMatmuls(rules, names, strict=strict)
         self.ran = False
         with_state = [*([UseWeightCache(weights)] if weights else []), *([delay] if delay else [])]
@@ -135,12 +137,13 @@ class JointPipeline(Pipeline):
 
     @property
     def rows(self) -> list[Row]:
-        return [*self.packed.rows, *self.rewrite.rows]
+        return [*self.packed.rows, *self.experts.rows, *self.rewrite.rows]
 
     def __call__(self, graph: fx.Graph) -> None:
         self.ran = True
-        if self.packed not in self.passes and self.packed.applies(graph):
-            self.passes.insert(0, self.packed)
+        for one in (self.experts, self.packed):
+            if one not in self.passes and one.applies(graph):
+                self.passes.insert(0, one)
         super().__call__(graph)
 
     def phase(self, graph: fx.Graph) -> str:

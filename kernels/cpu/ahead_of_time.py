@@ -13,7 +13,7 @@ import pathlib
 
 from torch.utils.cpp_extension import include_paths
 
-from fp8_compile.kernels import fp8_weight
+from fp8_compile.kernels import experts, fp8_weight
 from fp8_compile.kernels.fp8_inputs import quantize_inputs_op
 from fp8_compile.kernels.nvfp4.ops import mm_op
 
@@ -29,6 +29,14 @@ SHIMS = {
     fp8_weight.mm_op: [
         "AOTITorchError aoti_torch_cpu_fp8_mm(AtenTensorHandle, AtenTensorHandle, AtenTensorHandle,"
         " AtenTensorHandle*, AtenTensorHandle*)"
+    ],
+    experts.nvfp4_mm_op: [
+        "AOTITorchError aoti_torch_cpu_nvfp4_experts_mm(AtenTensorHandle, AtenTensorHandle, AtenTensorHandle,"
+        " AtenTensorHandle, AtenTensorHandle, const char*, const char*, AtenTensorHandle*)"
+    ],
+    experts.fp8_mm_op: [
+        "AOTITorchError aoti_torch_cpu_fp8_experts_mm(AtenTensorHandle, AtenTensorHandle, AtenTensorHandle,"
+        " AtenTensorHandle, const char*, AtenTensorHandle*)"
     ],
     quantize_inputs_op: [
         "AOTITorchError aoti_torch_cpu_quantize_inputs(AtenTensorHandle, AtenTensorHandle*, AtenTensorHandle*,"

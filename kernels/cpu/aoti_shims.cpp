@@ -1,7 +1,7 @@
 // The operations of kernels/cpu as AOTInductor's generated C++ calls them: torch's stable C interface, no Python.
 //
 // Each does what its Python namesake does (nvfp4.py: matmul, fp8_weight.py: product, fp8_inputs.py: quantize_inputs,
-// scaled_mm.py: scaled_mm), checks included; what it can't do was refused by export.
+// scaled_mm.py: scaled_mm, experts.py), checks included; what it can't do was refused by export.
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/c/shim.h>
 
@@ -19,6 +19,11 @@ void nvfp4_matmul(const void* x, int64_t m, int64_t k, int64_t stride, int dtype
                   void* y, int threads);
 void fp8_weight_mm(const void* x, int64_t m, int64_t k, int64_t stride, int dtype, const uint8_t* codes,
                    const float* scales, int64_t n, const float* bias, void* y, int threads);
+int nvfp4_experts(const void* x, int64_t m, int64_t k, int64_t stride, int dtype, const uint8_t* codes,
+                  const uint8_t* scales, const float* global_scales, int64_t experts, int64_t n, int64_t padded_k,
+                  const int64_t* which, int in_groups, void* y, int threads);
+int fp8_experts(const void* x, int64_t m, int64_t k, int64_t stride, int dtype, const uint8_t* codes, const float* scales,
+                int64_t experts, int64_t n, const int64_t* which, int in_groups, void* y, int threads);
 void fp8_inputs(const void* x, int dtype, int64_t rows, int64_t cols, int64_t stride, const float* known,
                 uint8_t* codes, float* scales, int threads);
 void fp8_scaled_mm(int64_t m, int64_t n, int64_t k,
@@ -37,15 +42,15 @@ constexpr int64_t INPUTS_LEAST_PARALLEL = 1 << 17; // quantize.py: LEAST_PARALLE
 constexpr int64_t GEMM_LEAST_PARALLEL = 1 << 20;   // scaled_mm.py: LEAST_PARALLEL
 constexpr int64_t TILE = 128;                      // kernels/scaled_mm.py: TILE
 
-// A tensor of one or two dimensions, read once.
+// A tensor of one or two dimensions, or a stack of matrices, read once.
 struct Matrix {
   void* data = nullptr;
-  int64_t dims = 0, sizes[2] = {1, 1}, strides[2] = {0, 0};
+  int64_t dims = 0, sizes[3] = {1, 1, 1}, strides[3] = {0, 0, 0};
   int32_t dtype = -1, device_type = 0, device_index = 0;
   bool known = false;
 
   explicit Matrix(AtenTensorHandle tensor) {
-    known = !aoti_torch_get_dim(tensor, &dims) && dims <= 2 && !aoti_torch_get_data_ptr(tensor, &data) &&
+    known = !aoti_torch_get_dim(tensor, &dims) && dims <= 3 && !aoti_torch_get_data_ptr(tensor, &data) &&
             !aoti_torch_get_dtype(tensor, &dtype) && !aoti_torch_get_device_type(tensor, &device_type) &&
             !aoti_torch_get_device_index(tensor, &device_index);
     for (int64_t d = 0; known && d < dims; d++)
@@ -122,6 +127,25 @@ bool read_bias(AtenTensorHandle handle, int64_t n, std::vector<float>& bias) {
 // How many rows or columns share a scale.
 int64_t lines(int64_t scales, int64_t size) { return scales == 1 || scales == size ? 1 : TILE; }
 
+// The index of experts, [m] or [experts], in int64.
+bool read_index(AtenTensorHandle handle, int64_t size, std::vector<int64_t>& which) {
+  const Matrix read(handle);
+  const bool wide = read.dtype == aoti_torch_dtype_int64();
+  if (!read.known || read.dims != 1 || read.sizes[0] != size || !(wide || read.dtype == aoti_torch_dtype_int32())) return false;
+  for (int64_t i = 0; i < size; i++) {
+    const int64_t at = i * read.strides[0];
+    which.push_back(wide ? static_cast<const int64_t*>(read.data)[at] : static_cast<const int32_t*>(read.data)[at]);
+  }
+  return true;
+}
+
+// Whether a stack [experts, n, k] has its matrices one after the other, and these their rows.
+bool is_stack(const Matrix& stack) {
+  return stack.known && stack.dims == 3 && (stack.sizes[2] < 2 || stack.strides[2] == 1) &&
+         (stack.sizes[1] < 2 || stack.strides[1] == stack.sizes[2]) &&
+         (stack.sizes[0] < 2 || stack.strides[0] == stack.sizes[1] * stack.sizes[2]);
+}
+
 int64_t torch_threads() {
   uint32_t threads = 1;
   return torch_get_num_threads(&threads) ? 1 : threads;
@@ -178,6 +202,55 @@ extern "C" __attribute__((visibility("default"))) AOTITorchError aoti_torch_cpu_
   fp8_weight_mm(x.data, m, k, x.strides[0], x.code(), static_cast<const uint8_t*>(codes.data),
                 static_cast<const float*>(scales.data), n, bias_handle ? bias.data() : nullptr, y,
                 m * n * k >= FP8_LEAST_PARALLEL ? int(torch_threads()) : 1);
+  return AOTI_TORCH_SUCCESS;
+}
+
+extern "C" __attribute__((visibility("default"))) AOTITorchError aoti_torch_cpu_nvfp4_experts_mm(
+    AtenTensorHandle x_handle, AtenTensorHandle codes_handle, AtenTensorHandle block_scales_handle,
+    AtenTensorHandle global_scale_handle, AtenTensorHandle which_handle, const char* rows, const char* layout,
+    AtenTensorHandle* result) {
+  static const bool works = fp8_probe();
+  if (!works) return refuse("this CPU can't run the instructions that the package was built with");
+  Matrix x(x_handle);
+  const Matrix codes(codes_handle), scales(block_scales_handle), global_scale(global_scale_handle);
+  const int64_t k = x.sizes[1], experts = codes.sizes[0], n = codes.sizes[1], padded_k = 2 * codes.sizes[2];
+  if (!x.known || x.dims != 2 || x.code() < 0 || !is_stack(codes) || !is_stack(scales) || padded_k < k || padded_k - k >= 16 ||
+      !global_scale.known || global_scale.code() != 0 || (experts > 1 && global_scale.strides[0] != 1) ||
+      std::strcmp(layout, "interleaved") != 0)
+    return refuse("nvfp4_experts_mm got operands that its CPU kernel does not take");
+  const bool grouped = std::strcmp(rows, "grouped") == 0;
+  std::vector<int64_t> which;
+  if (!read_index(which_handle, grouped ? experts : x.sizes[0], which)) return refuse("nvfp4_experts_mm got no index of experts");
+  const std::vector<char> copy = with_contiguous_rows(x);
+  void* y = new_result(x, n, result);
+  if (!y && x.sizes[0] * n) return AOTI_TORCH_FAILURE;
+  if (nvfp4_experts(x.data, x.sizes[0], k, x.strides[0], x.code(), static_cast<const uint8_t*>(codes.data),
+                    static_cast<const uint8_t*>(scales.data), global_scale.floats(), experts, n, padded_k, which.data(),
+                    grouped, y, int(torch_threads())))
+    return refuse("nvfp4_experts_mm got an index that names experts or rows that there are none of");
+  return AOTI_TORCH_SUCCESS;
+}
+
+extern "C" __attribute__((visibility("default"))) AOTITorchError aoti_torch_cpu_fp8_experts_mm(
+    AtenTensorHandle x_handle, AtenTensorHandle codes_handle, AtenTensorHandle scales_handle,
+    AtenTensorHandle which_handle, const char* rows, AtenTensorHandle* result) {
+  static const bool works = fp8_probe();
+  if (!works) return refuse("this CPU can't run the instructions that the package was built with");
+  Matrix x(x_handle);
+  const Matrix codes(codes_handle), scales(scales_handle);
+  const int64_t k = x.sizes[1], experts = codes.sizes[0], n = codes.sizes[1];
+  if (!x.known || x.dims != 2 || x.code() < 0 || !is_stack(codes) || codes.sizes[2] != k || !scales.known ||
+      scales.code() != 0 || (n > 1 && scales.strides[1] != 1) || (experts > 1 && scales.strides[0] != n))
+    return refuse("fp8_experts_mm got operands that its CPU kernel does not take");
+  const bool grouped = std::strcmp(rows, "grouped") == 0;
+  std::vector<int64_t> which;
+  if (!read_index(which_handle, grouped ? experts : x.sizes[0], which)) return refuse("fp8_experts_mm got no index of experts");
+  const std::vector<char> copy = with_contiguous_rows(x);
+  void* y = new_result(x, n, result);
+  if (!y && x.sizes[0] * n) return AOTI_TORCH_FAILURE;
+  if (fp8_experts(x.data, x.sizes[0], k, x.strides[0], x.code(), static_cast<const uint8_t*>(codes.data), scales.floats(),
+                  experts, n, which.data(), grouped, y, int(torch_threads())))
+    return refuse("fp8_experts_mm got an index that names experts or rows that there are none of");
   return AOTI_TORCH_SUCCESS;
 }
 

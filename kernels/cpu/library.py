@@ -30,6 +30,7 @@ SOURCES = {
     "fp8_weight.cpp": ("-ffp-contract=fast",),
     "nvfp4.cpp": ("-ffp-contract=off",),
     "nvfp4_prefill.cpp": ("-ffp-contract=fast",),
+    "experts.cpp": (),
 }
 
 
@@ -183,7 +184,11 @@ def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
     loaded.fp8_weight_mm.argtypes = (
         *(pointer, size, size, size, integer, pointer, pointer, size, pointer, pointer, integer),
     )
+    stack = (pointer, size, size, size, integer, pointer, pointer)
+    loaded.nvfp4_experts.argtypes = (*stack, pointer, size, size, size, pointer, integer, pointer, integer)
+    loaded.fp8_experts.argtypes = (*stack, size, size, pointer, integer, pointer, integer)
     for name in ("amax", "quantize", "inputs", "delayed", "scaled_mm", "scaled_grouped_mm", "weight_mm"):
         getattr(loaded, f"fp8_{name}").restype = None
     loaded.nvfp4_matmul.restype = None
+    loaded.nvfp4_experts.restype = loaded.fp8_experts.restype = integer
     return loaded

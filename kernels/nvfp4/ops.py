@@ -14,6 +14,8 @@ activations: None keeps x as it is; "int8" and "nvfp4" round it by blocks of 16 
 
 from __future__ import annotations
 
+from typing import Callable
+
 import torch
 from torch import Tensor
 
@@ -25,7 +27,9 @@ ACTIVATIONS = (None, "int8", "nvfp4")
 
 
 def to_standard(codes: Tensor, block_scales: Tensor, layout: str) -> tuple[Tensor, Tensor]:
-    """Codes and block scales in the standard layout."""
+    """Codes and block scales in the standard layout; of a stack of matrices, each as by itself."""
+    if codes.dim() == 3 and layout != STANDARD:
+        return _each(to_standard, codes, block_scales, layout)
     if layout == INTERLEAVED:
         from fp8_compile.kernels.cpu import nvfp4
 
@@ -39,6 +43,8 @@ def to_standard(codes: Tensor, block_scales: Tensor, layout: str) -> tuple[Tenso
 
 def from_standard(codes: Tensor, block_scales: Tensor, layout: str) -> tuple[Tensor, Tensor]:
     """The inverse of ``to_standard``."""
+    if codes.dim() == 3 and layout != STANDARD:
+        return _each(from_standard, codes, block_scales, layout)
     if layout == INTERLEAVED:
         from fp8_compile.kernels.cpu import nvfp4
 
@@ -48,6 +54,16 @@ def from_standard(codes: Tensor, block_scales: Tensor, layout: str) -> tuple[Ten
 
         return codes, nvfp4_scales.swizzle(block_scales)
     return codes, block_scales
+
+
+def _each(
+    change: Callable[[Tensor, Tensor, str], tuple[Tensor, Tensor]], codes: Tensor, block_scales: Tensor, layout: str
+) -> tuple[Tensor, Tensor]:
+    out = torch.empty_like(codes), torch.empty_like(block_scales)
+    for expert in range(codes.shape[0]):
+        for whole, part in zip(out, change(codes[expert], block_scales[expert], layout)):
+            whole[expert] = part
+    return out
 
 
 def layout_for(device: torch.device, block_size: int, activations: str | None) -> str:

@@ -106,10 +106,11 @@ def test_layers_are_chosen_by_globs_and_every_other_has_a_reason() -> None:
     model.first(torch.randn(1, 16))
     assert seen == [1], "hooks stay"
     reasons = {row.name: row.reason for row in report.skipped}
-    assert reasons.keys() == {"tied", "attention.out_proj", "normed", "out.lm_head", "out.spare"}
+    attention = {"attention.in_proj_weight", "attention.out_proj"}
+    assert reasons.keys() == {"tied", *attention, "normed", "out.lm_head", "out.spare"}
     assert reasons["tied"] == "its weight is tied to embed" and "parametrize" in reasons["normed"]
     assert "output head" in reasons["out.lm_head"] and reasons["out.spare"] == "excluded by 'out.spare'"
-    assert "packed 2 of 7 linear layers" in report.summary() and "MultiheadAttention" in str(report)
+    assert "packed 2 of 8 weights" in report.summary() and "MultiheadAttention" in str(report)
     second = pack(model, include=("*", "out.lm_head"), progress=False)
     assert {row.name for row in second.packed} == {"out.spare", "out.lm_head"}
     assert {row.reason for row in second.skipped if row.name in ("first", "second")} == {"packed already"}

@@ -1,0 +1,88 @@
+"""What modules with packed weights have in common: how the parts move, are saved and are loaded.
+
+``state_dict()`` holds the packed parts in the standard layout, ``load_state_dict`` takes them, ``to`` and ``cuda`` move
+them (casts to another dtype leave them alone). In memory NVFP4 on a CPU lies as the CPU's kernels read it, in as many
+bytes; ``layout`` says how.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from fp8_compile.kernels.nvfp4 import ops
+
+Self = TypeVar("Self", bound="PackedWeight")
+
+
+class PackedWeight(nn.Module):
+    """A module whose weight lies in buffers of packed bytes."""
+
+    dtype: torch.dtype  # of the weight before it was packed
+    packed: tuple[str, ...] = ()  # buffers that hold the weight
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        raise NotImplementedError
+
+    def memory_bytes(self) -> int:
+        """What the weight takes."""
+        return sum(getattr(self, name).nbytes for name in self.packed)
+
+    def _apply(self: Self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Apply ``fn`` to the packed parts as bytes: it moves them, but can't cast them."""
+        buffers = {name: self._buffers.pop(name) for name in self.packed}
+        try:
+            super()._apply(fn, recurse)
+        finally:
+            self._buffers.update(buffers)
+        for name, value in buffers.items():
+            given = value.reshape(-1).view(torch.uint8)
+            moved = fn(given)
+            if moved is not given:  # or layers that share a tensor would have one each
+                self._buffers[name] = moved.view(value.dtype).reshape(value.shape)
+        self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype  # a layer without bias follows casts, too
+        return self
+
+
+class NVFP4Parts(PackedWeight):
+    """NVFP4 of one matrix, or of a stack of them: codes uint8 [..., N, K'/2], block_scales e4m3 [..., N, K'/B],
+    global_scale fp32 [...]; K' is K in whole blocks."""
+
+    packed = ("codes", "block_scales", "global_scale")
+    codes: Tensor
+    block_scales: Tensor
+    global_scale: Tensor
+    activations: str | None = None
+    layout: str
+    block_size: int
+
+    def use_layout(self, layout: str) -> None:
+        """Lay the weight out anew, in place of what was there."""
+        if layout != self.layout:
+            standard = ops.to_standard(self.codes, self.block_scales, self.layout)
+            self.codes, self.block_scales = ops.from_standard(*standard, layout)
+            self.layout = layout
+
+    def _best_layout(self) -> str:
+        if self.codes.device.type == "meta":
+            return self.layout
+        return ops.layout_for(self.codes.device, self.block_size, self.activations)
+
+    def _apply(self: Self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[misc]
+        self.use_layout(self._best_layout())  # type: ignore[attr-defined]
+        return self
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.layout != ops.STANDARD:
+            standard = ops.to_standard(self.codes, self.block_scales, self.layout)
+            destination[prefix + "codes"], destination[prefix + "block_scales"] = standard
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        layout = self.layout
+        self.use_layout(ops.STANDARD)  # state_dicts are
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        self.use_layout(layout)

@@ -1,0 +1,69 @@
+"""See what goes into each expert of a mixture, where no module is called: the eager implementation multiplies by
+``gate_up_proj[expert]``, and what it looks up there says whose the product is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Callable, Iterator, Mapping
+
+from torch import _C, Tensor, nn
+
+from .expert_stacks import ExpertStack
+
+PRODUCTS = ("linear", "matmul", "__matmul__", "mm")
+
+
+@contextlib.contextmanager
+def recording_experts(
+    stacks: Mapping[str, ExpertStack], record: Callable[[str, Tensor], None]
+) -> Iterator[None]:
+    """For the length of a block, ``record(f"{stack}.{expert}", x)`` of the inputs of every expert that has any."""
+    modules: dict[int, tuple[nn.Module, dict[str, str]]] = {}
+    for name, stack in stacks.items():
+        modules.setdefault(id(stack.module), (stack.module, {}))[1][stack.name] = name
+    configs = {id(module.config): module.config for module, _ in modules.values()}
+    implementations = [(config, config._experts_implementation) for config in configs.values()]
+    classes = [(module, type(module)) for module, _ in modules.values()]
+    try:
+        for config, _ in implementations:
+            config._experts_implementation = "eager"
+        for module, names in modules.values():
+            fields = {own: _watched(own, name, record) for own, name in names.items()}
+            module.__class__ = type(type(module).__name__, (type(module),), fields)
+        yield
+    finally:
+        for module, kind in classes:
+            module.__class__ = kind
+        for config, implementation in implementations:
+            config._experts_implementation = implementation
+
+
+def _watched(own: str, name: str, record: Callable[[str, Tensor], None]) -> property:
+    def get(module: nn.Module) -> Watched:
+        seen = module._parameters[own].detach().as_subclass(Watched)  # type: ignore[union-attr]
+        seen.record, seen.label = record, name
+        return seen
+
+    return property(get)
+
+
+class Watched(Tensor):
+    """A stack that tells what its matrices are multiplied by; a matrix of it, once it is looked up."""
+
+    record: Callable[[str, Tensor], None]
+    label: str  # its name; an expert's is followed by its number
+    matrix: bool = False
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with _C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        called = getattr(func, "__name__", "")
+        if called == "__getitem__" and not args[0].matrix and result.dim() == 2:
+            matrix = result.as_subclass(Watched)
+            matrix.record, matrix.label, matrix.matrix = args[0].record, f"{args[0].label}.{int(args[1])}", True
+            return matrix
+        if called in PRODUCTS and isinstance(args[1], Watched) and args[1].matrix:
+            args[1].record(args[1].label, args[0])
+        return result

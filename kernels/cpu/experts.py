@@ -1,0 +1,57 @@
+"""Products with stacks of packed weights in C++ (``experts.cpp``): what ``kernels/experts.py`` runs on a CPU."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .library import library
+from .operation import DTYPES
+
+
+def nvfp4(x: Tensor, codes: Tensor, block_scales: Tensor, global_scale: Tensor, which: Tensor, rows: str) -> Tensor:
+    """x [M, K], codes [E, N, K'/2] interleaved, block_scales [E, N, K'/16], global_scale fp32 [E] -> [M, N]."""
+    experts, n, half = codes.shape
+    x, y = _operands(x, n)
+    codes, block_scales = codes.contiguous(), block_scales.contiguous()
+    global_scale, which = global_scale.to(torch.float32).contiguous(), which.to(torch.int64).contiguous()
+    failed = library().nvfp4_experts(  # type: ignore[union-attr]
+        *(x.data_ptr(), *x.shape, x.stride(0), DTYPES[x.dtype], codes.data_ptr(), block_scales.data_ptr()),
+        *(global_scale.data_ptr(), experts, n, 2 * half, which.data_ptr(), rows == "grouped", y.data_ptr()),
+        torch.get_num_threads(),
+    )
+    return _checked(failed, y, experts, which, rows)
+
+
+def fp8(x: Tensor, codes: Tensor, scales: Tensor, which: Tensor, rows: str) -> Tensor:
+    """x [M, K], codes e4m3 [E, N, K], scales fp32 [E, N] -> [M, N]."""
+    experts, n, _ = codes.shape
+    x, y = _operands(x, n)
+    codes, scales, which = codes.contiguous(), scales.contiguous(), which.to(torch.int64).contiguous()
+    failed = library().fp8_experts(  # type: ignore[union-attr]
+        *(x.data_ptr(), *x.shape, x.stride(0), DTYPES[x.dtype], codes.data_ptr(), scales.data_ptr()),
+        *(experts, n, which.data_ptr(), rows == "grouped", y.data_ptr(), torch.get_num_threads()),
+    )
+    return _checked(failed, y, experts, which, rows)
+
+
+def works_for(x: Tensor) -> bool:
+    """Whether there are kernels for such rows here."""
+    return x.device.type == "cpu" and x.dtype in DTYPES and library() is not None
+
+
+def _operands(x: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    if x.stride(1) != 1 and x.shape[1] > 1:
+        x = x.contiguous()
+    return x, x.new_empty((x.shape[0], n))
+
+
+def _checked(failed: int, y: Tensor, experts: int, which: Tensor, rows: str) -> Tensor:
+    if failed:
+        expected = (
+            f"ends of {experts} groups, none before the one in front of it or behind row {y.shape[0]}"
+            if rows == "grouped"
+            else f"experts from 0 to {experts - 1}"
+        )
+        raise IndexError(f"an index says which expert multiplies a row: expected {expected}, got {which.tolist()}")
+    return y

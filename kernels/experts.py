@@ -1,0 +1,146 @@
+"""Products with stacks of packed weights, one matrix an expert, as operations of a graph.
+
+    nvfp4_dequantize_experts(codes, block_scales, global_scale, columns, dtype, layout, which)   -> w [E, N, K]
+    nvfp4_experts_mm(x, codes, block_scales, global_scale, which, rows, layout)                  -> [M, N]
+    fp8_dequantize_experts(codes, scales, dtype, which), fp8_experts_mm(x, codes, scales, which, rows)
+
+The product's rows: "grouped", sorted by expert, ``which`` int [E] says where each expert's rows end (rows behind the
+last end are zeros); "gathered", ``which`` int [M] is the expert of each row. Dequantizing with a ``which`` of any shape
+gives those matrices alone, [*which.shape, N, K].
+
+codes: NVFP4 uint8 [E, N, K'/2], FP8 e4m3 [E, N, K]; block_scales: e4m3 [E, N, K'/16]; global_scale: fp32 [E]; scales:
+fp32 [E, N]. ``passes/multiply_experts.py`` makes products of what modules write as dequantize and multiply.
+"""
+
+from __future__ import annotations
+
+from typing import Callable
+
+import torch
+from torch import Tensor
+
+from . import fp8_weight
+from .nvfp4 import ops as nvfp4
+from .nvfp4.weight import dequantize
+
+ROWS = ("grouped", "gathered")
+
+
+def _nvfp4_dequantize(
+    codes: Tensor,
+    block_scales: Tensor,
+    global_scale: Tensor,
+    columns: int,
+    dtype: torch.dtype,
+    layout: str,
+    which: Tensor | None = None,
+) -> Tensor:
+    def one(expert: int) -> Tensor:
+        parts = nvfp4.to_standard(codes[expert], block_scales[expert], layout)
+        return dequantize(*parts, global_scale[expert], columns, dtype)
+
+    return _stacked(one, codes, columns, dtype, which)
+
+
+def _fp8_dequantize(codes: Tensor, scales: Tensor, dtype: torch.dtype, which: Tensor | None = None) -> Tensor:
+    def one(expert: int) -> Tensor:
+        return fp8_weight.dequantize(codes[expert], scales[expert], dtype)
+
+    return _stacked(one, codes, codes.shape[2], dtype, which)
+
+
+def _stacked(
+    one: Callable[[int], Tensor], codes: Tensor, columns: int, dtype: torch.dtype, which: Tensor | None
+) -> Tensor:
+    """Each expert that is asked for is dequantized once."""
+    if which is None:
+        out = codes.new_empty((*codes.shape[:2], columns), dtype=dtype)
+        for expert in range(codes.shape[0]):
+            out[expert] = one(expert)
+        return out
+    out = codes.new_empty((which.numel(), codes.shape[1], columns), dtype=dtype)
+    wanted: dict[int, list[int]] = {}
+    for place, expert in enumerate(which.reshape(-1).tolist()):
+        wanted.setdefault(expert, []).append(place)
+    for expert, places in wanted.items():
+        out[places] = one(expert)
+    return out.view(*which.shape, *out.shape[1:])
+
+
+def _nvfp4_mm(
+    x: Tensor, codes: Tensor, block_scales: Tensor, global_scale: Tensor, which: Tensor, rows: str, layout: str
+) -> Tensor:
+    from .cpu import experts as on_cpu  # it compiles C++ on first use
+
+    if layout == nvfp4.INTERLEAVED and on_cpu.works_for(x):
+        return on_cpu.nvfp4(x, codes, block_scales, global_scale, which, rows)
+    stack = codes, block_scales, global_scale, x.shape[1], x.dtype, layout
+    return reference(x, lambda expert: _nvfp4_dequantize(*stack, expert), codes.shape[:2], which, rows)
+
+
+def _fp8_mm(x: Tensor, codes: Tensor, scales: Tensor, which: Tensor, rows: str) -> Tensor:
+    from .cpu import experts as on_cpu
+
+    if on_cpu.works_for(x):
+        return on_cpu.fp8(x, codes, scales, which, rows)
+    return reference(x, lambda e: _fp8_dequantize(codes, scales, x.dtype, e), codes.shape[:2], which, rows)
+
+
+def reference(
+    x: Tensor, weight: Callable[[Tensor], Tensor], sizes: tuple[int, ...], which: Tensor, rows: str
+) -> Tensor:
+    """The products in plain PyTorch; ``weight(expert)`` is an expert's matrix, ``sizes`` are (E, N)."""
+    y = x.new_zeros((x.shape[0], sizes[1]))
+    if rows == "gathered":
+        for expert in which.unique():
+            mine = which == expert
+            y[mine] = x[mine] @ weight(expert).t()
+        return y
+    start = 0
+    for expert, end in enumerate(which.tolist()):
+        if end > start:
+            y[start:end] = x[start:end] @ weight(torch.tensor(expert)).t()
+        start = end
+    return y
+
+
+def _dequantized_like(codes: Tensor, columns: int, dtype: torch.dtype, which: Tensor | None) -> Tensor:
+    front = codes.shape[:1] if which is None else which.shape
+    return codes.new_empty((*front, codes.shape[1], columns), dtype=dtype)
+
+
+_library = torch.library.Library("fp8_compile", "FRAGMENT")
+
+
+def _define(schema: str, function, fake):  # type: ignore[no-untyped-def]
+    name = schema.partition("(")[0]
+    _library.define(schema)
+    _library.impl(name, function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fp8_compile::{name}", fake, lib=_library)
+    return getattr(torch.ops.fp8_compile, name).default
+
+
+nvfp4_dequantize_op = _define(
+    "nvfp4_dequantize_experts(Tensor codes, Tensor block_scales, Tensor global_scale, int columns, ScalarType dtype,"
+    " str layout, Tensor? which=None) -> Tensor",
+    _nvfp4_dequantize,
+    lambda codes, block_scales, global_scale, columns, dtype, layout, which=None: _dequantized_like(
+        codes, columns, dtype, which
+    ),
+)
+nvfp4_mm_op = _define(
+    "nvfp4_experts_mm(Tensor x, Tensor codes, Tensor block_scales, Tensor global_scale, Tensor which, str rows,"
+    " str layout) -> Tensor",
+    _nvfp4_mm,
+    lambda x, codes, block_scales, global_scale, which, rows, layout: x.new_empty((x.shape[0], codes.shape[1])),
+)
+fp8_dequantize_op = _define(
+    "fp8_dequantize_experts(Tensor codes, Tensor scales, ScalarType dtype, Tensor? which=None) -> Tensor",
+    _fp8_dequantize,
+    lambda codes, scales, dtype, which=None: _dequantized_like(codes, codes.shape[2], dtype, which),
+)
+fp8_mm_op = _define(
+    "fp8_experts_mm(Tensor x, Tensor codes, Tensor scales, Tensor which, str rows) -> Tensor",
+    _fp8_mm,
+    lambda x, codes, scales, which, rows: x.new_empty((x.shape[0], codes.shape[1])),
+)
