@@ -185,10 +185,12 @@ class _Packer:
                 wanted = _mean_output(self.layers[name], calibration.mean(name))
                 self.pack(name, hessian)
                 _correct_bias(self.layers[name], wanted, statistics.mean(name))
+        for name in self.stacks:
+            if [name] not in groups:  # no token reached it, or nobody asked
+                self.pack_stack(name)
 
     def _groups(self, calibration: Calibration) -> list[list[str]]:
-        """Layers that share their input together, and each stack by itself, in the order in which they ran; stacks that
-        no token reached last."""
+        """Layers that share their input together, and each stack by itself, in the order in which they ran."""
         groups: list[list[str]] = []
         left = dict.fromkeys(self.stacks)
         for group in calibration.groups():
@@ -197,7 +199,7 @@ class _Packer:
                 del left[stack]
                 groups.append([stack])
             groups.append([name for name in group if name in self.layers])
-        return [group for group in [*groups, *([name] for name in left)] if group]
+        return [group for group in groups if group]
 
     def pack_stack(self, name: str, *calibrations: Calibration) -> None:
         """By the first calibration that saw an expert: those before it, packed, may send it other tokens, or none."""
