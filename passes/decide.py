@@ -135,19 +135,22 @@ def _group_reason(site: Matmul, rules: Rules) -> str | None:
         return f"ragged groups: blocks of {TILE} would reach from one group into the next"
     if not rules.grouped:
         return f"ragged groups: torch has no FP8 gemm of them for {rules.target}"
-    groups, *sizes = site.shape
-    tokens = sizes["MNK".index(token_dim(site))]
+    groups, m, n, k = site.shape
+    over_tokens = site.product.contracts
+    tokens, *weight = (k, m, n) if over_tokens else (m, n, k)
     if statically_known_true(tokens < groups):
         # Decoding, mostly: the product reads the experts that are chosen, a quantize reads all of them.
         return f"ragged groups: {tokens} tokens for {groups} experts, which would all be quantized"
+    if rules.recipe == "rowwise" and not all(isinstance(size, int) for size in weight):
+        return "a size is known only when it runs"
     if rules.alignment == 1:
         return None
-    if site.gemm == "grad_weight":
+    if over_tokens:
         return f"ragged groups: {rules.target} wants sizes of groups that are multiples of {rules.alignment}"
     for format in {_plan(operand.role, rules).format: None for operand in (site.left, site.right)}:
         if format.significand_bits != 4:
             return f"ragged groups: torch multiplies them in e4m3 only, not in {format}"
-    for name, size in zip("NK", site.shape[-2:]):
+    for name, size in (("N", n), ("K", k)):
         if not statically_known_true(size % rules.alignment == 0):
             return f"ragged groups: {name}={size} is not a multiple of {rules.alignment}"
     return None

@@ -49,6 +49,11 @@ class GroupedProduct:
     flipped: bool = False
 
     @property
+    def contracts(self) -> bool:
+        """Whether the groups divide the contraction, and not the rows."""
+        return len(self.right.shape) == 2
+
+    @property
     def shape(self) -> tuple[Size, ...]:
         """(groups, M, N, K)."""
         return (value(self.offsets).shape[0], self.left.shape[0], self.right.shape[-1], self.left.shape[1])

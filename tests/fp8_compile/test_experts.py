@@ -141,7 +141,7 @@ def explain_block(name: str, dtype: torch.dtype, config: Config | None = None) -
     return report, [row for row in report.rows if row.module == "experts"]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])  # kept as [experts, N, K], and as [experts, K, N]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_explain_shows_six_gemms_of_experts(name: str, dtype: torch.dtype) -> None:
     report, experts = explain_block(name, dtype)

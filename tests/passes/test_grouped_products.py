@@ -118,6 +118,27 @@ def test_what_torchs_gemm_for_gpus_refuses_is_skipped_with_the_reason(bf16: Join
     assert decided(odd, make("cuda:90", recipe="rowwise"))["output"] == "ragged groups: K=40 is not a multiple of 16"
 
 
+class PerGroup(nn.Module):
+    """A product over the tokens of each group, in forward: as a gradient of weights is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(TOKENS, 32, dtype=torch.bfloat16))
+
+    def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
+        return torch._grouped_mm(x.t(), self.w, offs=offsets)
+
+
+def test_a_product_over_tokens_is_known_by_its_form_and_not_by_its_place() -> None:
+    with torch.no_grad():
+        x = torch.randn(TOKENS, 32, dtype=torch.bfloat16)
+        (site,) = joint_graph(PerGroup(), x, offsets_of(7, 0, 16, 1)).matmuls()
+    assert isinstance(site, GroupedMatmul) and (site.gemm, site.shape) == ("output", (4, 32, 32, TOKENS))
+    assert isinstance(decide(site, make("cpu")), Rewrite)
+    skipped = decide(site, make("cuda:90", recipe="rowwise"))
+    assert skipped == Skip("ragged groups: cuda:90 wants sizes of groups that are multiples of 16")
+
+
 def test_names_switches_and_sizes_decide_as_for_other_products(fp32: JointGraph) -> None:
     assert set(decided(fp32, make("cpu", exclude=("experts",))).values()) == {"excluded by 'experts'"}
     assert set(decided(fp32, make("cpu", exclude=("experts.w",))).values()) == {"excluded by 'experts.w'"}
