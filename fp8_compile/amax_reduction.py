@@ -133,8 +133,9 @@ class _Layout:
             raise ValueError(
                 f"the ranks have not compiled the same matmuls: rank {dist.get_rank()} has {len(self.names)} quantized "
                 f"tensors ({', '.join([*sorted(self.names)[:3], '...'])}) and loss scaling "
-                f"{'on' if self.looks else 'off'}, others have something else. Expected every rank to run the same modules before its first step; with "
-                "pipeline parallelism pass the process_group of those that do, or amax_reduction='local'"
+                f"{'on' if self.looks else 'off'}, others have something else. Expected every rank to run the same "
+                "modules before its first step; with pipeline parallelism pass the process_group of those that do, or "
+                "amax_reduction='local'"
             )
 
     def found_inf(self) -> Tensor:

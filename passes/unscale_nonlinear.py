@@ -14,7 +14,7 @@ from .scale_loss import FACTORS, IN_BACKWARD, INVERSE, SCALE, times
 
 aten = torch.ops.aten
 
-# Names of ops, whatever their overload. Those that pass a positive factor on (abs, amax, relu, norms) are not among them.
+# Names of ops, whatever their overload. Those that pass a positive factor on (abs, amax, relu, norms) are no members.
 BENT = frozenset(
     "clamp clamp_min clamp_max hardtanh sign sgn pow sqrt rsqrt reciprocal exp exp2 expm1 log log2 log10 log1p tanh "
     "sigmoid sin cos erf atan round floor ceil trunc nan_to_num _softmax _log_softmax var var_mean std "
