@@ -75,6 +75,8 @@ def reason_against_packing(layer: nn.Module) -> str | None:
         return f"{type(layer).__name__} computes more than a linear layer"
     if layer.weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):  # type: ignore[union-attr]
         return f"dtype {str(layer.weight.dtype).removeprefix('torch.')}"  # type: ignore[union-attr]
+    if layer.weight.is_meta:  # type: ignore[union-attr]
+        return "its weight is on the meta device; load it first"
     return None
 
 

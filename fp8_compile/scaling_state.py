@@ -324,6 +324,9 @@ def _by_slot(state_dict: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
         raise ValueError(
             f"slots {', '.join(bad)} are not whole; expected {', '.join(SAVED)} of each, as state_dict() gives"
         )
+    for slot, row in rows.items():
+        if not 0 <= (scale := float(row["scale"])) < float("inf"):
+            raise ValueError(f"slot {slot} has a scale of {scale}; expected a finite one, 0 before its first pass")
     return rows
 
 

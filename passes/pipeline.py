@@ -38,6 +38,7 @@ from .row import Row
 from .scale_loss import ScaleLoss
 from .share_quantizes import ShareQuantizes
 from .sum_in_quantizes import SumInQuantizes
+from .unscale_nonlinear import UnscaleNonlinear
 from .update_in_place import UpdateInPlace
 from .use_weight_cache import CachedWeights, UseWeightCache
 
@@ -104,7 +105,7 @@ class Pipeline(CustomGraphPass):
 class JointPipeline(Pipeline):
     """multiply packed weights and experts, where there are any -> find matmuls, decide, rewrite -> share quantizes ->
     use cached weights -> delay scales -> pair quantizes -> lower quantizes -> scale the loss -> lower for the target.
-    """
+    Before all of it, with a loss scale: see to operations of the user's that bend gradients."""
 
     def __init__(
         self,
@@ -128,7 +129,7 @@ class JointPipeline(Pipeline):
         if record:  # nothing is rewritten yet
             passes = [record]
         if scale_loss:
-            passes.append(scale_loss)
+            passes = [UnscaleNonlinear(), *passes, scale_loss]
         if rules.target == "cpu" and not record:
             passes.append(LowerScaledMmForCpu())
         if rules.reads_any_layout and not record:

@@ -84,7 +84,7 @@ class _Scaling:
             return
         users, dtype = list(tangent.users), value(tangent).dtype
         with self.graph.inserting_before(self.last.next):
-            scaled = inline(self.graph, _times, tangent, self.scale, dtype, like=tangent, tags=IN_BACKWARD)
+            scaled = inline(self.graph, times, tangent, self.scale, dtype, like=tangent, tags=IN_BACKWARD)
         for user in users:
             user.replace_input_with(tangent, scaled)
 
@@ -102,7 +102,9 @@ class _Scaling:
                 done[key] = self._unscaled(gradient, widens)
             results[index] = done[key]
         output.args = (results,)
-        flagged = [node for node in done.values() if not statically_known_true(value(node).numel() == 0)]
+        # A sparse one has no reduction; the optimizer's part looks at its values.
+        dense = [node for node in done.values() if value(node).layout == torch.strided]
+        flagged = [node for node in dense if not statically_known_true(value(node).numel() == 0)]
         if flagged:
             self._raise_flag(flagged)
         return len(done)
@@ -116,7 +118,7 @@ class _Scaling:
             return gradient
         dtype = torch.float32 if widens else value(gradient).dtype
         with self.graph.inserting_before(self.graph.output_node()):
-            return inline(self.graph, _times, gradient, self.inverse, dtype, like=gradient, tags=IN_BACKWARD)
+            return inline(self.graph, times, gradient, self.inverse, dtype, like=gradient, tags=IN_BACKWARD)
 
     def _raise_flag(self, gradients: list[fx.Node]) -> None:
         tags = {**IN_BACKWARD, "fp8_kind": OVERFLOW_KIND}
@@ -148,6 +150,6 @@ def _is_scaled(node: fx.Node) -> bool:
     return isinstance(value(node), torch.Tensor) and (value(node).is_floating_point() or value(node).is_complex())
 
 
-def _times(x: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def times(x: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """In FP32, or in what is wider: FP64 and complex numbers keep all they have."""
     return (x.to(torch.promote_types(x.dtype, torch.float32)) * factor).to(dtype)

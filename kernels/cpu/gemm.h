@@ -109,7 +109,8 @@ class Gemm {
   struct Blocks {
     Blocks(int64_t rows, int64_t cols, int64_t for_left, int64_t for_right, int64_t for_sums)
         : rows(rows), cols(cols), scratch(size_t(for_left + for_right + for_sums)),
-          left(reinterpret_cast<Element*>(scratch.memory())), right(reinterpret_cast<Element*>(scratch.memory() + for_left)),
+          left(reinterpret_cast<Element*>(scratch.memory())),
+          right(reinterpret_cast<Element*>(scratch.memory() + for_left)),
           c(for_sums ? reinterpret_cast<float*>(scratch.memory() + for_left + for_right) : nullptr) {}
     int64_t rows, cols;  // at most
     Scratch scratch;

@@ -1,8 +1,8 @@
 // Memory for packed panels, kept by each thread: asking the system for megabytes anew costs a page fault each 4 KB.
 //
-// One piece a thread serves every product of the library, as they come one after the other; kept by each kind of product,
-// there were up to five pieces of 12 MB. A product takes the piece and puts it back: one inside of another would find
-// nothing there and get memory of its own.
+// One piece a thread serves every product of the library, as they come one after the other: a piece for each kind of
+// product was up to five of 12 MB. A product takes the piece and puts it back: one inside of another would find nothing
+// there and get memory of its own.
 #pragma once
 
 #include <cstddef>

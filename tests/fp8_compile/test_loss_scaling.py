@@ -110,6 +110,25 @@ def test_gradients_in_fp64_and_in_complex_numbers_are_those_of_the_unscaled_loss
     assert found[0]["exact"].abs().amax() > 1e50, "FP32 would be Inf"
 
 
+def test_sparse_gradients_are_scaled_back_and_looked_at() -> None:
+    embed, found = nn.Embedding(64, D, sparse=True), []
+    model, tokens = nn.Sequential(embed, nn.Linear(D, D)), torch.randint(0, 64, (32,))
+    for loss_scale in (None, "dynamic"):
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend=UncompiledBackend(Config(recipe="tensorwise")))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        train = fp8_compile.attach(compiled, optimizer, loss_scale=loss_scale)
+        optimizer.zero_grad()
+        compiled(tokens).square().mean().backward()
+        found.append(embed.weight.grad)
+        if loss_scale:
+            embed.weight.grad = embed.weight.grad * float("inf")
+        optimizer.step()
+        train.detach()
+    assert all(gradient.is_sparse for gradient in found) and train.skipped_steps == 1
+    assert torch.equal(*(gradient.to_dense() for gradient in found))
+
+
 class Tiny(nn.Module):
     """A loss whose gradients, correct in FP32, are below what FP16 can hold."""
 

@@ -180,6 +180,15 @@ def test_wrong_arguments_say_what_was_expected(options: dict, message: str) -> N
         pack(Net(), progress=False, **options)
 
 
+def test_weights_that_are_not_there_yet_are_left_alone_with_the_reason() -> None:
+    model = Net()
+    odd = model.odd.to("meta")
+    report = pack(model, progress=False)
+    assert model.odd is odd and "odd: its weight is on the meta device; load it first" in str(report)
+    with pytest.raises(ValueError, match="nothing to pack: .*its weight is on the meta device"):
+        pack(Net().to("meta"), progress=False)
+
+
 def test_conv1d_is_packed_with_its_weight_transposed() -> None:
     sizes = {"vocab_size": 32, "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 16, "n_inner": 48}
     model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=2)).eval()

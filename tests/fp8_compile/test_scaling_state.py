@@ -230,6 +230,10 @@ MISFITS: dict[str, tuple[Callable[[dict[str, Tensor]], dict[str, Tensor]], list[
     "not whole": (
         lambda state: {key: value for key, value in state.items() if key != "0#0.input.counts"}, ["0#0.input"]
     ),
+    "not a number": (
+        lambda state: {**state, "2#0.input.scale": torch.tensor(float("nan"))}, ["2#0.input", "nan", "finite"]
+    ),
+    "negative": (lambda state: {**state, "2#0.input.scale": torch.tensor(-1.0)}, ["2#0.input", "-1.0"]),
     "nothing": (lambda state: {}, sorted(SLOTS)),
 }  # fmt: skip
 

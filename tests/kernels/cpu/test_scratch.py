@@ -38,10 +38,8 @@ from fp8_compile.kernels.cpu import fp8_weight, library, nvfp4, scaled_mm
 from fp8_compile.kernels.formats import E4M3
 
 class Info(ctypes.Structure):
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
-    ]
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]
 
 libc = ctypes.CDLL(None)
 libc.mallinfo2.restype = Info
