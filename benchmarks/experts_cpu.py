@@ -2,19 +2,18 @@
 
     python benchmarks/experts_cpu.py [--experts 8 --width 512 --hidden 1024 --tokens 1024 --rounds 15 --json]
 
-Hugging Face's Mixtral block, router and experts, with its experts in groups (`grouped_mm`): two of them a token. Steps
-of all variants take turns, as in `train_cpu.py`; ratios are of medians.
+Hugging Face's Mixtral block, router and experts, with its experts in groups (`grouped_mm`): two of them a token.
+How that is measured: `step_variants.py`.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Callable
 
 import torch
+from step_variants import Variant, compare, pay_for_what_is_shared
 from torch import nn
-from train_cpu import Variant
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
@@ -62,37 +61,10 @@ def main() -> None:
 
     generator = torch.Generator().manual_seed(0)
     batch = tuple(torch.randn(1, arguments.tokens, arguments.width, generator=generator) for _ in range(2))
-    torch.compile(nn.Linear(8, 8))(torch.randn(4, 8)).sum().backward()
-    variants = make_variants(make_model, batch)
-    for _ in range(arguments.rounds):
-        for variant in variants:
-            variant.timed_step()
-    base = variants[0]
-    rows = [
-        {
-            "variant": variant.name,
-            "step_ms": round(variant.milliseconds, 1),
-            "step_ratio": round(variant.milliseconds / base.milliseconds, 3),
-            "compile_ratio": round(variant.compile_seconds / base.compile_seconds, 2),
-            "loss": round(variant.loss, 4),
-            **{name: round(number, 1) for name, number in variant.profile().items()},
-        }
-        for variant in variants
-    ]
-    if arguments.json:
-        print(json.dumps(rows, indent=2))
-        return
+    pay_for_what_is_shared()
     size = f"{arguments.experts} experts {arguments.width}x{arguments.hidden}, 2 a token, {arguments.tokens} tokens"
-    print(f"Mixtral block, {size}, {torch.get_num_threads()} threads")
-    print(
-        f"{'variant':30} {'step ms':>8} {'ratio':>6} {'compile':>8} {'loss':>8}"
-        f" {'gemm ms':>8} {'quantize':>8} {'rest':>7} {'peak MB':>8}"
-    )
-    for row in rows:
-        print(
-            "{variant:30} {step_ms:8.1f} {step_ratio:6.2f} {compile_ratio:8.2f} {loss:8.4f}"
-            " {gemm:8.1f} {quantize:8.1f} {rest:7.1f} {peak_mb:8.1f}".format(**row)
-        )
+    variants = make_variants(make_model, batch)
+    compare(variants, arguments.rounds, f"Mixtral block, {size}", as_json=arguments.json)
 
 
 if __name__ == "__main__":

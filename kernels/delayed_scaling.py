@@ -20,11 +20,12 @@ A quant_scale of 0 says that no amax has entered yet: such a tensor is quantized
 
 from __future__ import annotations
 
-from typing import Any, Callable, Sequence
+from typing import Any, Sequence
 
 import torch
 from torch import Tensor
 
+from .define_op import define
 from .formats import format_of
 
 QUANT, DEQUANT = 0, 1
@@ -200,46 +201,35 @@ _STATE = "Tensor history, Tensor scales, Tensor counts"
 _IN_PLACE = "Tensor(b!) history, Tensor(c!) scales, Tensor(d!) counts"
 _RULE = "float largest, int margin, str algorithm, int interval"
 _RECORD = "Tensor scales, Tensor[] recorded, int[] rows, bool first_only"
-_library = torch.library.Library("fp8_compile", "FRAGMENT")
-
-
-def _define(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    name = schema.partition("(")[0]
-    _library.define(schema)
-    _library.impl(name, function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"fp8_compile::{name}", fake, lib=_library)
-    return getattr(torch.ops.fp8_compile, name).default
-
-
-next_scales_op = _define(
+next_scales_op = define(
     f"next_scales(Tensor amaxes, {_STATE}, {_RULE}) -> Tensor",
     next_scales,
     lambda amaxes, history, scales, *arguments: scales.new_empty(scales.shape),
 )
-update_op = _define(f"update_scales(Tensor amaxes, {_STATE}, {_RULE}) -> ({_STATE})", _update, _fake_update)
-record_op = _define(
+update_op = define(f"update_scales(Tensor amaxes, {_STATE}, {_RULE}) -> ({_STATE})", _update, _fake_update)
+record_op = define(
     f"record_amaxes(Tensor amaxes, {_RECORD}, Tensor[] made) -> Tensor",
     record,
     lambda amaxes, *arguments: amaxes.new_empty(amaxes.shape),
 )
-accumulate_op = _define(
+accumulate_op = define(
     f"accumulate_amaxes(Tensor amaxes, {_RECORD}, Tensor[] made) -> Tensor",
     accumulate,
     lambda amaxes, *arguments: amaxes.new_empty(amaxes.shape),
 )
-add_counts_op = _define(
+add_counts_op = define(
     "add_counts(Tensor stats, Tensor[] counted, int[] rows) -> Tensor",
     add_counts,
     lambda stats, *arguments: stats.new_empty(stats.shape),
 )
-update_in_place_op = _define(
+update_in_place_op = define(
     f"update_scales_(Tensor(a!) amaxes, {_IN_PLACE}, Tensor(e!) known, {_RULE}) -> ()",
     _update_in_place,
     lambda *arguments: None,
 )
-record_in_place_op = _define(
+record_in_place_op = define(
     f"record_amaxes_(Tensor(a!) amaxes, {_RECORD}) -> ()", _record_in_place, lambda *arguments: None
 )
-accumulate_in_place_op = _define(
+accumulate_in_place_op = define(
     f"accumulate_amaxes_(Tensor(a!) amaxes, {_RECORD}) -> ()", _accumulate_in_place, lambda *arguments: None
 )

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from . import fp8_weight
+from .define_op import define
 from .nvfp4 import ops as nvfp4
 from .nvfp4.weight import dequantize
 
@@ -109,18 +110,7 @@ def _dequantized_like(codes: Tensor, columns: int, dtype: torch.dtype, which: Te
     return codes.new_empty((*front, codes.shape[1], columns), dtype=dtype)
 
 
-_library = torch.library.Library("fp8_compile", "FRAGMENT")
-
-
-def _define(schema: str, function, fake):  # type: ignore[no-untyped-def]
-    name = schema.partition("(")[0]
-    _library.define(schema)
-    _library.impl(name, function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"fp8_compile::{name}", fake, lib=_library)
-    return getattr(torch.ops.fp8_compile, name).default
-
-
-nvfp4_dequantize_op = _define(
+nvfp4_dequantize_op = define(
     "nvfp4_dequantize_experts(Tensor codes, Tensor block_scales, Tensor global_scale, int columns, ScalarType dtype,"
     " str layout, Tensor? which=None) -> Tensor",
     _nvfp4_dequantize,
@@ -128,18 +118,18 @@ nvfp4_dequantize_op = _define(
         codes, columns, dtype, which
     ),
 )
-nvfp4_mm_op = _define(
+nvfp4_mm_op = define(
     "nvfp4_experts_mm(Tensor x, Tensor codes, Tensor block_scales, Tensor global_scale, Tensor which, str rows,"
     " str layout) -> Tensor",
     _nvfp4_mm,
     lambda x, codes, block_scales, global_scale, which, rows, layout: x.new_empty((x.shape[0], codes.shape[1])),
 )
-fp8_dequantize_op = _define(
+fp8_dequantize_op = define(
     "fp8_dequantize_experts(Tensor codes, Tensor scales, ScalarType dtype, Tensor? which=None) -> Tensor",
     _fp8_dequantize,
     lambda codes, scales, dtype, which=None: _dequantized_like(codes, codes.shape[2], dtype, which),
 )
-fp8_mm_op = _define(
+fp8_mm_op = define(
     "fp8_experts_mm(Tensor x, Tensor codes, Tensor scales, Tensor which, str rows) -> Tensor",
     _fp8_mm,
     lambda x, codes, scales, which, rows: x.new_empty((x.shape[0], codes.shape[1])),

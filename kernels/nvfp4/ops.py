@@ -19,6 +19,8 @@ from typing import Callable
 import torch
 from torch import Tensor
 
+from fp8_compile.kernels.define_op import define, library
+
 from . import rtn
 from .weight import NEAREST_RANGE, dequantize, global_scale_of
 
@@ -138,18 +140,7 @@ def reference(
     return torch.nn.functional.linear(x, weight, None if bias is None else bias.to(x.dtype))
 
 
-_library = torch.library.Library("fp8_compile", "FRAGMENT")
-
-
-def _define(schema: str, function, fake):  # type: ignore[no-untyped-def]
-    name = schema.partition("(")[0]
-    _library.define(schema)
-    _library.impl(name, function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"fp8_compile::{name}", fake, lib=_library)
-    return getattr(torch.ops.fp8_compile, name).default
-
-
-dequantize_op = _define(
+dequantize_op = define(
     "nvfp4_dequantize(Tensor codes, Tensor block_scales, Tensor global_scale, int columns, ScalarType dtype,"
     " str layout) -> Tensor",
     _dequantize,
@@ -157,12 +148,12 @@ dequantize_op = _define(
         (codes.shape[0], columns), dtype=dtype
     ),
 )
-round_activations_op = _define(
+round_activations_op = define(
     "nvfp4_round_activations(Tensor x, str activations) -> Tensor",
     round_activations,
     lambda x, activations: torch.empty_like(x, memory_format=torch.contiguous_format),
 )
-mm_op = _define(
+mm_op = define(
     "nvfp4_mm(Tensor x, Tensor codes, Tensor block_scales, Tensor global_scale, Tensor? bias, str? activations,"
     ' str layout="standard") -> Tensor',
     _mm,
@@ -171,4 +162,4 @@ mm_op = _define(
     ),
 )
 # Gradients go through the rounding as if it were not there.
-torch.library.register_autograd("fp8_compile::nvfp4_round_activations", lambda ctx, grad: (grad, None), lib=_library)
+torch.library.register_autograd("fp8_compile::nvfp4_round_activations", lambda ctx, grad: (grad, None), lib=library)
