@@ -80,7 +80,8 @@ def _cuda(capability: int) -> Target:
         f"cuda:{capability}",
         recipes=frozenset(recipes),
         reads_any_layout=capability // 10 == 10,
-        grouped=capability in (90, 100),  # torch._scaled_grouped_mm
+        # torch._scaled_grouped_mm. It lets 10.0 pass too, for MXFP8 alone: torch's own tests ask FP8 of 9.0 only.
+        grouped=capability == 90,
     )
 
 

@@ -102,7 +102,7 @@ def test_blocks_do_not_go_with_groups(fp32: JointGraph) -> None:
     assert reasons == {"ragged groups: blocks of 128 would reach from one group into the next"}
 
 
-@pytest.mark.parametrize("target", ["cuda:89", "cuda:120", "hip:gfx942"])
+@pytest.mark.parametrize("target", ["cuda:89", "cuda:100", "cuda:120", "hip:gfx942"])
 def test_a_gpu_without_such_a_gemm_is_named(bf16: JointGraph, target: str) -> None:
     reasons = set(decided(bf16, make(target, recipe="rowwise")).values())
     assert reasons == {f"ragged groups: torch has no FP8 gemm of them for {target}"}

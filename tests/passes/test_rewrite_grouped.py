@@ -179,7 +179,7 @@ def test_a_layer_right_behind_another_reads_its_fp8_result() -> None:
         ("cuda:90", {"recipe": "tensorwise"}, ["output"]),
         ("cuda:90", {"recipe": "tensorwise", "backward_format": "e4m3"}, ["output", "grad_input"]),
         ("cuda:90", {"recipe": "rowwise"}, ["output", "grad_input"]),
-        ("cuda:100", {"recipe": "rowwise"}, ["output", "grad_input"]),
+        ("cuda:100", {"recipe": "rowwise"}, []),
     ],
 )
 @pytest.mark.parametrize("transposed", [True, False], ids=["kept as [E, N, K]", "kept as [E, K, N]"])
