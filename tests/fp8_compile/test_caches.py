@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from instruction_sets import share_kernels
 from torch import nn
 
 from fp8_compile import Report
@@ -50,6 +51,7 @@ JOBS: dict[str, tuple[str, dict[str, Any]]] = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("caches")
     (made / "script.py").write_text(SCRIPT)
+    share_kernels(made / "cache")
     return made
 
 

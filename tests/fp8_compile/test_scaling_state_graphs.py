@@ -11,6 +11,7 @@ from typing import Any, Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from instruction_sets import share_kernels
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from uncompiled import UncompiledBackend
@@ -375,6 +376,7 @@ def test_code_from_a_warm_cache_has_the_slots_it_was_compiled_with(tmp_path: Pat
     (tmp_path / "script.py").write_text(SCRIPT)
     environ = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
     environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    share_kernels(tmp_path / "cache")
     environ.pop("FP8_COMPILE_DUMP", None)
     found = []
     for name in ("first.pt", "second.pt"):

@@ -6,19 +6,17 @@ import math
 
 import pytest
 import torch
+from instruction_sets import RUNNABLE, kernels_for
 
 from fp8_compile.kernels import fp8_inputs as plain
-from fp8_compile.kernels.cpu import fp8_inputs, isa, library
+from fp8_compile.kernels.cpu import fp8_inputs
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-RUNNABLE = [one.name for one in isa.ISAS.values() if one.needs <= isa.cpu_features()]
 
 
 @pytest.fixture(params=RUNNABLE)
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded = library.load(library.get_cpp_compiler(), isa.ISAS[request.param])
-    if not loaded.fp8_probe():
-        pytest.skip(f"this CPU claims {request.param}, but it does not work here")
+    loaded = kernels_for(request.param)
     monkeypatch.setattr(fp8_inputs, "library", lambda: loaded)
 
 

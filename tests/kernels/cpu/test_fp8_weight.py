@@ -6,21 +6,17 @@ import math
 
 import pytest
 import torch
+from instruction_sets import RUNNABLE, kernels_for
 
 from fp8_compile.kernels import fp8_weight as plain
-from fp8_compile.kernels.cpu import fp8_weight, isa, library
+from fp8_compile.kernels.cpu import fp8_weight
 
-RUNNABLE = {one.name: one for one in isa.ISAS.values() if one.needs <= isa.cpu_features()}
-if "amx_emulated" in RUNNABLE:  # bf16 rows go through AMX where there are dot products of bf16 for the few
-    RUNNABLE["amx_emulated"] = isa.with_wanted(RUNNABLE["amx_emulated"])
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @pytest.fixture(params=RUNNABLE)
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    loaded = library.load(library.get_cpp_compiler(), RUNNABLE[request.param])
-    if not loaded.fp8_probe():
-        pytest.skip(f"this CPU claims {request.param}, but it does not work here")
+    loaded = kernels_for(request.param)
     monkeypatch.setattr(fp8_weight, "library", lambda: loaded)
     return request.param
 

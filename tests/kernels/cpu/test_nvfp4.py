@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from instruction_sets import RUNNABLE, kernels_for
 from torch import Tensor
-from torch._inductor.cpp_builder import get_cpp_compiler
 
-from fp8_compile.kernels.cpu import isa, library, nvfp4
+from fp8_compile.kernels.cpu import nvfp4
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Products are exact and sums are FP32; then y is rounded to x's dtype once.
@@ -20,17 +20,10 @@ ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11
 SUMMING = 1e-6
 GLOBAL_SCALE = 0.37e-2
 
-# Every instruction set that runs here without its extras (VNNI, VBMI), and the one that is used here with them.
-RUNNABLE = {one.name: one for one in isa.ISAS.values() if one.needs <= isa.cpu_features()} | {
-    "used": isa.candidates()[0]
-}
-
 
 @pytest.fixture(params=RUNNABLE)
 def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    loaded = library.load(get_cpp_compiler(), RUNNABLE[request.param])
-    if not loaded.fp8_probe():
-        pytest.skip(f"this CPU claims {request.param}, but it does not work here")
+    loaded = kernels_for(request.param)
     monkeypatch.setattr(nvfp4, "library", lambda: loaded)
     return request.param
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from instruction_sets import RUNNABLE, kernels_for
 from torch import Tensor
 
 from fp8_compile.kernels import scaled_grouped_mm as plain
-from fp8_compile.kernels.cpu import isa, library, scaled_grouped_mm
+from fp8_compile.kernels.cpu import scaled_grouped_mm
 from fp8_compile.kernels.cpu.scaled_grouped_mm import scaled_grouped_mm_op
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-RUNNABLE = [one.name for one in isa.ISAS.values() if one.needs <= isa.cpu_features()]
 LARGEST_ERROR = 1e-6  # of the whole result, by its norm, as for one gemm
 # No group, one, several with empty ones in front, between and behind, and tokens that belong to none.
 OFFSETS = {"one group": [37], "all in one": [0, 37, 37], "ragged": [0, 1, 5, 5, 30, 37, 37], "with a rest": [8, 8, 29]}
@@ -21,9 +21,7 @@ OFFSETS = {"one group": [37], "all in one": [0, 37, 37], "ragged": [0, 1, 5, 5, 
 @pytest.fixture(params=RUNNABLE)
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The gemm with the instructions of the parameter."""
-    loaded = library.load(library.get_cpp_compiler(), isa.ISAS[request.param])
-    if not loaded.fp8_probe():
-        pytest.skip(f"this CPU claims {request.param}, but it does not work here")
+    loaded = kernels_for(request.param)
     monkeypatch.setattr(scaled_grouped_mm, "library", lambda: loaded)
     return request.param
 

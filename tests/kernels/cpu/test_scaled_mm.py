@@ -13,19 +13,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from instruction_sets import RUNNABLE, kernels_for
 from torch import Tensor
 
 from fp8_compile.kernels import scaled_mm as plain
-from fp8_compile.kernels.cpu import isa, library, scaled_mm
+from fp8_compile.kernels.cpu import scaled_mm
 from fp8_compile.kernels.formats import E4M3, E5M2
 from fp8_compile.kernels.quantize import spread
 
 FORMATS = (E4M3.dtype, E5M2.dtype)
 LAYOUTS = ("rows", "columns", "strided")
 SCALES = ("tensor", "rows", "tiles")
-CHOSEN = "chosen"  # the best that this CPU has, with all that it wants: tables of bytes, where there are instructions
-RUNNABLE = [*(one.name for one in isa.ISAS.values() if one.needs <= isa.cpu_features()), CHOSEN]
-WITH_ALL = "amx_emulated"  # as CPUs with AMX have it
 LARGEST_ERROR = 1e-6  # of the whole result, by its norm
 
 
@@ -37,10 +35,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def use(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = isa.with_wanted(isa.ISAS[name]) if name == WITH_ALL else isa.ISAS.get(name)
-    loaded = library.library() if one is None else library.load(library.get_cpp_compiler(), one)
-    if not loaded.fp8_probe():
-        pytest.skip(f"this CPU claims {name}, but it does not work here")
+    loaded = kernels_for(name)
     monkeypatch.setattr(scaled_mm, "library", lambda: loaded)
 
 
