@@ -6,6 +6,7 @@ cache folder under a hash of sources, flags and compiler, one file an instructio
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -15,7 +16,7 @@ import pathlib
 import shutil
 import subprocess
 import tempfile
-from typing import Callable, Mapping
+from typing import Callable, Iterator, Mapping
 
 from .isa import VARIABLE, Isa, candidates
 
@@ -32,6 +33,7 @@ SOURCES = {
     "nvfp4_prefill.cpp": ("-ffp-contract=fast",),
     "experts.cpp": (),
 }
+LONGEST_WAIT = 300  # seconds for another process that compiles
 
 
 class CompilationError(RuntimeError):
@@ -109,8 +111,8 @@ def _built(compiler: str, isa: Isa) -> pathlib.Path:
 def kept(stem: str, suffix: str, key: str, make: Callable[[pathlib.Path], pathlib.Path]) -> pathlib.Path:
     """``<stem>_<hash of key><suffix>`` in Inductor's cache folder; made where it is not there yet.
 
-    ``make(folder)`` writes it somewhere in an empty folder. Several processes may do so at once: each moves a whole
-    file into place. A cache that can't be written gives a file for this process alone.
+    ``make(folder)`` writes it somewhere in an empty folder, from where the whole file is moved into place. Of several
+    processes one makes it while the others wait. A cache that can't be written gives a file for this process alone.
     """
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
@@ -118,17 +120,38 @@ def kept(stem: str, suffix: str, key: str, make: Callable[[pathlib.Path], pathli
     path = folder / f"{stem}_{hashlib.sha256(key.encode()).hexdigest()[:32]}{suffix}"
     if path.exists():
         return path
+    with _one_process_at_a_time(pathlib.Path(cache_dir()) / "locks" / f"{path.name}.lock"):
+        if path.exists():
+            return path
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            scratch = pathlib.Path(tempfile.mkdtemp(dir=folder))
+        except OSError:
+            scratch = pathlib.Path(tempfile.mkdtemp())
+            path = pathlib.Path(tempfile.mkdtemp()) / path.name
+        try:
+            os.replace(make(scratch), path)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+        return path
+
+
+@contextlib.contextmanager
+def _one_process_at_a_time(file: pathlib.Path) -> Iterator[None]:
+    """A lock, or none where there can't be one or who has it comes to no end: then each process does what it is for."""
+    from torch.utils._filelock import FileLock
+
+    lock = FileLock(file, timeout=LONGEST_WAIT)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        scratch = pathlib.Path(tempfile.mkdtemp(dir=folder))
-    except OSError:
-        scratch = pathlib.Path(tempfile.mkdtemp())
-        path = pathlib.Path(tempfile.mkdtemp()) / path.name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except (OSError, NotImplementedError):  # a timeout is an OSError, too
+        yield
+        return
     try:
-        os.replace(make(scratch), path)
+        yield
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    return path
+        lock.release()
 
 
 def _compile(compiler: str, isa: Isa, folder: pathlib.Path) -> pathlib.Path:

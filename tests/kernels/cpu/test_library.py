@@ -8,9 +8,12 @@ import os
 import pathlib
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 from torch._inductor.exc import InvalidCxxCompiler
+from torch.utils._filelock import FileLock
 
 from fp8_compile.kernels.cpu import isa, library
 
@@ -34,6 +37,33 @@ def test_two_processes_at_once_leave_one_whole_library_and_a_third_compiles_noth
     written = built.stat().st_mtime_ns
     assert run(tmp_path, **{isa.VARIABLE: "portable"}).returncode == 0
     assert built.stat().st_mtime_ns == written
+
+
+def test_of_several_processes_one_compiles_and_no_other_waits_for_ever(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    made = []
+
+    def make(folder: pathlib.Path) -> pathlib.Path:
+        made.append(folder)
+        time.sleep(0.2)
+        (folder / "file").write_text("whole")
+        return folder / "file"
+
+    def ask() -> None:
+        assert library.kept("stem", ".txt", "key", make).read_text() == "whole"
+
+    askers = [threading.Thread(target=ask) for _ in range(3)]
+    for thread in askers:
+        thread.start()
+    for thread in askers:
+        thread.join()
+    assert len(made) == 1
+    (lock,) = (tmp_path / "locks").iterdir()
+    monkeypatch.setattr(library, "LONGEST_WAIT", 0.1)
+    library.kept("stem", ".txt", "key", make).unlink()
+    with FileLock(lock):  # of one that hangs
+        ask()
+    assert len(made) == 2
 
 
 def test_a_compiler_that_fails_is_an_error_with_its_words_and_the_remedy(tmp_path, monkeypatch) -> None:
