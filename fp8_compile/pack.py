@@ -65,7 +65,7 @@ def pack(
     chosen, stacks, skipped = choose_weights(root, include, exclude)
     if not chosen and not stacks:
         raise ValueError(
-            f"nothing to pack: {_reasons(skipped) or 'the model has no nn.Linear or Conv1D layers'}; see exclude"
+            f"nothing to pack: {_reasons(skipped) or 'the model has no linear layers and no experts'}; see exclude"
         )
     check_method(method, calibration is not None, next(iter({**chosen, **stacks})))
     packer = _Packer(root, chosen, stacks, format, method, activations, block_size, options)
