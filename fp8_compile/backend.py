@@ -37,6 +37,7 @@ from .passes.record_amaxes import RecordAmaxes
 from .passes.scale_loss import ScaleLoss
 from .report import Report
 from .report_cache import ReportCache
+from .scaling_state import state_of_compilation
 from .shared_frames import keep_apart, keep_each_apart
 from .target import Target
 from .uncompiled import NO_CACHE, run_uncompiled
@@ -106,13 +107,17 @@ def compile_graph(
     names = ModuleNames.of_graph(gm)
     selection = Selection(config.include, config.exclude)
     selection.check(names.known)
-    delayed = config.recipe == "delayed"
-    if delayed:
+    state = state_of_compilation(gm) if config.recipe == "delayed" else None
+    trains = torch.is_grad_enabled() and any(_has_gradient(item) for item in (*example_inputs, *gm.parameters()))
+    keeps_state = state is not None and (trains or state.frozen is not None)
+    if keeps_state:
         keep_each_apart(gm)
     else:
         keep_apart(selection)
     rules = make_rules(config, target, selection)
-    pool = delayed_state.open_pool(gm, names, config, rules, device) if delayed else None
+    if state is not None and not keeps_state:
+        rules = dataclasses.replace(rules, recipe="tensorwise")  # what a call computes does not depend on calls before
+    pool = delayed_state.open_pool(gm, names, config, rules, device, state, trains=trains) if keeps_state else None
     loss_scale = loss_scale_of_compilation(gm, config, strict=strict)
     if pool and loss_scale:
         pool.state.set_gradient_unit(loss_scale.value)
@@ -125,15 +130,19 @@ def compile_graph(
         strict,
         {**(list_mode_options(mode) if mode else {}), **config.inductor},
         pool,
-        open_weights(gm, pool, rules) if pool else None,
+        open_weights(gm, pool, rules) if pool and trains else None,
         loss_scale,
         device,
     )
     while True:
         try:
-            return graph.compile(inner_compile, new_dump(config, names))
+            compiled, report = graph.compile(inner_compile, new_dump(config, names))
+            break
         except PoolFull as full:
             graph.pool.make_room(full.direction, full.needed)  # type: ignore[union-attr]
+    if state is not None and not trains:
+        compiled = delayed_state.LookAgain(compiled, state)
+    return compiled, report
 
 
 @dataclasses.dataclass
@@ -185,8 +194,9 @@ class _Graph:
         if dump:
             dump.write_report(report)
         if pool and pool.places:
-            if not looks_first:
-                compiled = delayed_state.LookFirst(compiled, self._compile_looking(), pool)
+            if not pool.frozen:
+                looking = None if looks_first else self._compile_looking()
+                compiled = delayed_state.LookFirst(compiled, looking, pool)
             if config.warmup_steps and torch.is_grad_enabled():
                 compiled = WarmUp(compiled, self._compile_warm_up(), pool, config.warmup_steps)
             recorder = PassRecorder(dump.path, pool) if dump and dump.trains and config.stats else None
@@ -267,6 +277,10 @@ def new_dump(config: Config, names: ModuleNames) -> GraphDump | None:
     from .dump import GraphDump  # networkx takes a quarter of a second to import
 
     return GraphDump.create(folder, names)
+
+
+def _has_gradient(item: Any) -> bool:
+    return isinstance(item, torch.Tensor) and item.requires_grad
 
 
 def _device(example_inputs: Sequence[Any]) -> torch.device:

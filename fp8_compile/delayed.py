@@ -1,9 +1,10 @@
 """Delayed scaling in the backend: a graph gets its part of the model's state, and its first passes are looked after.
 
-The first passes of a graph have no history to take scales from. On a CPU a tensor without history is quantized with
-its own amax, in the same code. GPU code could do that only by reading every tensor twice, on every pass. There the
-first passes run through an uncompiled twin of the graph that looks at each tensor first; when all slots have a
-history, the compiled code takes over.
+The first passes of a graph have no history to take scales from: until its backward has run once, every tensor is
+quantized with its own amax, also where the graph is called several times before. CPU code has both ways in it, and a
+flag in the state chooses. GPU code could look at a tensor first only by reading every tensor twice, on every pass. There
+the first passes run through an uncompiled twin of the graph; when all slots have a history, the compiled code takes
+over.
 """
 
 from __future__ import annotations
@@ -14,19 +15,20 @@ from typing import Any, Callable, Mapping
 import torch
 from torch import Tensor, fx
 from torch._dynamo.source import SyntheticLocalSource
+from torch._guards import CompileContext
 from torch._subclasses import FakeTensor
 
 from fp8_compile.kernels.delayed_scaling import ABSENT
 
 from .config import Config
 from .graph_pool import GraphPool
-from .module_names import ModuleNames
+from .module_names import ModuleNames, frame_key
 from .pass_recorder import PassRecorder
 from .passes.decide import Rules
 from .passes.delay_scales import UpdateRule
-from .passes.slot import BACKWARD, FIELDS, FORWARD, STATS
+from .passes.slot import BACKWARD, FIELDS, FORWARD, FROZEN, STATS
 from .scaling_page import PageKind
-from .scaling_state import state_of_compilation
+from .scaling_state import ScalingState
 
 log = logging.getLogger("fp8_compile")
 
@@ -37,12 +39,20 @@ FIRST_PASSES = 8  # a slot that saw only zeros in as many passes is left at a sc
 
 
 def open_pool(
-    gm: fx.GraphModule, names: ModuleNames, config: Config, rules: Rules, device: torch.device
+    gm: fx.GraphModule,
+    names: ModuleNames,
+    config: Config,
+    rules: Rules,
+    device: torch.device,
+    state: ScalingState,
+    *,
+    trains: bool,
 ) -> GraphPool:
-    """The slots for a graph, with room for those it may need."""
+    """The slots for a graph, with room for those it may need. One that does not train has frozen scales alone."""
     modules = {names.module_of(node) for node in gm.graph.nodes}
     room = SLOTS_A_MATMUL * max(8, _matmuls(gm))
-    return GraphPool(state_of_compilation(gm), _kinds(config, rules, device), room, modules)
+    frame = state.begin_graph(frame_key(), str(CompileContext.current_compile_id() or ""))
+    return GraphPool(state, _kinds(config, rules, device, trains), room, modules, frame)
 
 
 def attach_state(gm: fx.GraphModule, pool: GraphPool, *, stats: bool) -> None:
@@ -64,36 +74,57 @@ def update_rule(config: Config) -> UpdateRule:
 
 
 class LookFirst:
-    """Run ``looking``, which scales each tensor by its own amax, until all slots have a history; then ``compiled``."""
+    """Run ``looking``, which scales each tensor by its own amax, until all slots have a history; then ``compiled``.
 
-    def __init__(self, compiled: Callable[..., Any], looking: Callable[..., Any], pool: GraphPool) -> None:
+    ``looking`` is None where the compiled code can do that itself. A graph that is called several times in a step
+    goes on looking until a backward has run, because gradients have no history before.
+    """
+
+    def __init__(self, compiled: Callable[..., Any], looking: Callable[..., Any] | None, pool: GraphPool) -> None:
         self.compiled, self.looking = compiled, looking
         self.state, self.places = pool.state, dict(pool.places)
-        self.passes = 0  # through ``looking``; where amaxes are held, steps
-        self.updates = -1  # of the state, at the last of them
         self.epoch = -1  # of the state, when its histories were last found complete
 
     def __call__(self, *args: Any) -> Any:
         if self.epoch == self.state.epoch or any(isinstance(arg, FakeTensor) for arg in args):
             return self.compiled(*args)
-        if self.passes < FIRST_PASSES and self.state.without_history(self.places.values()):
-            self.passes += not self.state.held or self.updates != self.state.updates
-            self.updates = self.state.updates
-            return self.looking(*args)
-        self._finish()
+        # A recomputation has the scales of the first time, though backward may have filled histories since.
+        if is_recomputation() or self._has_to_look():
+            return (self.looking or self.compiled)(*args)
         return self.compiled(*args)
 
-    def _finish(self) -> None:
-        left = [slot for slot, place in self.places.items() if self.state.without_history([place])]
-        if left:
+    def _has_to_look(self) -> bool:
+        """Whether histories are missing. A tensor that was zero in all its first passes is not waited for."""
+        missing = self.state.without_history(self.places)
+        waits = any(passes < FIRST_PASSES for passes in missing.values())
+        self.state.look(self.places, waits)
+        if waits:
+            return True
+        if missing and self.looking is not None:
             log.warning(
                 "%d tensors were zero or not finite in the first %d passes and start with a scale of 1: %s",
-                len(left),
-                self.passes,
-                ", ".join(map(str, left)),
+                len(missing),
+                FIRST_PASSES,
+                ", ".join(map(str, missing)),
             )
-            self.state.start_at_one(self.places[slot] for slot in left)
-        self.passes, self.epoch = 0, self.state.epoch
+            self.state.start_at_one(self.places[slot] for slot in missing)
+        self.epoch = self.state.epoch
+        return False
+
+
+class LookAgain:
+    """Run an inference graph; afterwards, copies of weights are no longer trusted.
+
+    Who evaluates a model may have put other weights into it through ``.data``, which no version counter tells.
+    """
+
+    def __init__(self, compiled: Callable[..., Any], state: ScalingState) -> None:
+        self.compiled, self.state = compiled, state
+
+    def __call__(self, *args: Any) -> Any:
+        if (weights := self.state.weights) is not None:
+            weights.distrust()
+        return self.compiled(*args)
 
 
 class CountOnce:
@@ -134,8 +165,8 @@ def is_recomputation() -> bool:
     return in_backward and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
-def _kinds(config: Config, rules: Rules, device: torch.device) -> list[PageKind]:
-    formats = {FORWARD: rules.forward, BACKWARD: rules.backward}
+def _kinds(config: Config, rules: Rules, device: torch.device, trains: bool) -> list[PageKind]:
+    formats = {FORWARD: rules.forward, BACKWARD: rules.backward} if trains else {FROZEN: rules.forward}
     return [
         PageKind(direction, device, config.amax_history_len, format.max, update_rule(config))
         for direction, format in formats.items()

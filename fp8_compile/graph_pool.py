@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Container, Iterable
 from torch import Tensor
 
 from fp8_compile.passes.find_matmuls import Role
-from fp8_compile.passes.slot import Place, Slot, buffer_name
+from fp8_compile.passes.slot import FROZEN, Place, Slot, TensorUse, buffer_name
 
 from .scaling_page import Page, PageKind
 
@@ -25,22 +25,45 @@ class PoolFull(Exception):
 
 
 class GraphPool:
-    """The slots of one graph: places in pages of the model's state. ``buffers`` are the tensors that it is given."""
+    """The slots of one graph: places in pages of the model's state. ``buffers`` are the tensors that it is given.
 
-    def __init__(self, state: ScalingState, kinds: Iterable[PageKind], room: int, modules: Container[str] = ()) -> None:
+    ``frame`` is the piece of the model's code that the graph was made of: graphs for other sizes come from the same
+    frame and have the same slots, those on the other side of a graph break from another one. A pool with pages of
+    frozen scales alone is for inference; it has places for inputs whose scales are frozen.
+    """
+
+    def __init__(
+        self,
+        state: ScalingState,
+        kinds: Iterable[PageKind],
+        room: int,
+        modules: Container[str] = (),
+        frame: str = "",
+    ) -> None:
         """``room``: how many slots the graph may need. A graph whose ``modules`` have slots already, from a graph for
         other sizes, will hardly need new ones."""
-        self.state, self.places = state, dict[Slot, Place]()
+        self.state, self.frame, self.places = state, frame, dict[Slot, Place]()
+        self._uses: dict[TensorUse, Slot] = {}
         self._kinds = {kind.direction: kind for kind in kinds}
         self._pages: dict[str, list[int]] = {}
         for kind in self._kinds.values():
             pages = [index for index, page in enumerate(state.pages) if page.kind == kind]
-            known = any(slot.module in modules for index in pages for slot in state.pages[index].slots)
+            known = any(slot.layer in modules for index in pages for slot in state.pages[index].slots)
             self._pages[kind.direction] = pages
             self.make_room(kind.direction, 0 if known else room)
         self.fingerprint = repr(
-            [(index, state.pages[index].capacity, state.pages[index].slots) for index in sum(self._pages.values(), [])]
+            (
+                frame,
+                state.uses,
+                [(index, state.pages[index].capacity, state.pages[index].slots) for index in sum(self._pages.values(), [])],
+                sorted(state.frozen or ()) if self.frozen else (),
+            )
         )
+
+    @property
+    def frozen(self) -> bool:
+        """Whether the graph only reads scales that somebody has fixed."""
+        return FROZEN in self._kinds
 
     def make_room(self, direction: str, room: int) -> None:
         """A page more unless the last one has that many rows left."""
@@ -61,35 +84,55 @@ class GraphPool:
 
     def pages(self, direction: str) -> list[int]:
         """The pages that the graph is given."""
-        return self._pages[direction]
+        return self._pages.get(direction, [])
 
-    def place(self, slot: Slot) -> Place:
-        pages = self._pages[slot.direction]
-        for index in pages:
+    def direction(self, tensor: TensorUse) -> str:
+        return FROZEN if self.frozen else tensor.direction
+
+    def slot_of(self, tensor: TensorUse) -> Slot:
+        """The slot of a tensor of this graph."""
+        slot = self.state.slot_of(tensor, self.frame)
+        other = next((use for use, its in self._uses.items() if its == slot and use != tensor), None)
+        assert other is None, f"{slot} would stand for two tensors of one graph: {other} and {tensor}"
+        return slot
+
+    def place(self, tensor: TensorUse) -> Place | None:
+        slot = self.slot_of(tensor)
+        if self.frozen and self.state.frozen_reach(slot) is None:
+            return None
+        self._uses[tensor] = slot
+        place = self.place_of(slot, self.direction(tensor))
+        if place is None:
+            direction = self.direction(tensor)
+            index = self._pages[direction][-1]
+            page = self.state.pages[index]
+            if len(page.slots) == page.capacity:
+                raise PoolFull(direction, 2 * page.capacity)
+            place = self.places[slot] = Place(index, page.add(slot))
+            self.state.fill(slot, tensor, page, place.row)
+        return place
+
+    def place_of(self, slot: Slot, direction: str) -> Place | None:
+        """Where a slot is, if it has a place already."""
+        for index in self._pages[direction]:
             page = self.state.pages[index]
             if slot in page.slots:
-                return self._placed(slot, Place(index, page.slots.index(slot)))
-        page = self.state.pages[pages[-1]]
-        if len(page.slots) == page.capacity:
-            raise PoolFull(slot.direction, 2 * page.capacity)
-        page.slots.append(slot)
-        row = len(page.slots) - 1
-        self.state.take_waiting(slot, page, row)
-        return self._placed(slot, Place(pages[-1], row))
-
-    def _placed(self, slot: Slot, place: Place) -> Place:
-        self.places[slot] = place
-        return place
+                self.places[slot] = Place(index, page.slots.index(slot))
+                return self.places[slot]
+        return None
 
     def to_list(self) -> list[Any]:
         """Plain data for the report cache: what a graph from Inductor's cache has built in."""
-        return [
-            [slot.module, slot.ordinal, str(slot.role), slot.part, dataclasses.astuple(place)]
-            for slot, place in self.places.items()
-        ]
+        return [[*dataclasses.astuple(use), *dataclasses.astuple(self.places[slot])] for use, slot in self._uses.items()]
 
     def adopt(self, stored: Iterable[Any]) -> None:
         """Take the places that code from Inductor's cache was compiled with."""
-        for module, ordinal, role, part, place in stored:
-            given = self.place(Slot(module, ordinal, Role(role), part))
-            assert dataclasses.astuple(given) == tuple(place), "the cache's key covers the places of all slots"
+        for *use, page, row in stored:
+            given = self.place(use_from_list(use))
+            assert given == Place(page, row), "the cache's key covers the places of all slots"
+
+
+def use_from_list(fields: list[Any]) -> TensorUse:
+    """A :class:`TensorUse` that was stored as plain data."""
+    module, parameter, line, ordinal, role, part, number = fields
+    return TensorUse(module, parameter, line, ordinal, Role(role), part, number)

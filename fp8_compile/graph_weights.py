@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, Callable, Iterable
 
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensor
 
-from fp8_compile.passes.find_matmuls import Role
-from fp8_compile.passes.slot import FORWARD, Place, Slot
+from fp8_compile.passes.slot import FORWARD, Place
 from fp8_compile.passes.use_weight_cache import CODES, KNOWN, TRANSPOSED, Use, weight_buffer
 
-from .graph_pool import GraphPool
+from .graph_pool import GraphPool, use_from_list
 from .module_names import real_input
 from .passes.decide import Rules
 from .weight_cache import CachedWeight, WeightCache, local
@@ -55,12 +55,12 @@ class GraphWeights:
     def use(self, use: Use) -> Place | None:
         entry = self.entries[use.argument]
         if entry.slot is None:
-            entry.slot, entry.via = use.slot, use.via
+            entry.slot, entry.via = self.pool.slot_of(use.tensor), use.via
+            entry.place = self.pool.place(use.tensor)
         if entry.via != use.via:
             return None  # half of the model under autocast, half not: one copy is cached
-        entry.place = self.pool.place(entry.slot)
         self.uses[use.argument] = use
-        return entry.place
+        return self.pool.place_of(entry.slot, FORWARD)
 
     def finish(self) -> None:
         """The graph is compiled: drop what it and no other graph reads."""
@@ -74,14 +74,14 @@ class GraphWeights:
         """Plain data for the report cache: what code from Inductor's cache reads."""
         rows = []
         for use in self.uses.values():
-            slot, via = use.slot, str(use.via).removeprefix("torch.") if use.via else None
-            rows.append([use.argument, slot.module, slot.ordinal, str(slot.role), slot.part, via])
+            via = str(use.via).removeprefix("torch.") if use.via else None
+            rows.append([use.argument, via, *dataclasses.astuple(use.tensor)])
         return rows
 
     def adopt(self, stored: Iterable[Any]) -> None:
-        for argument, module, ordinal, role, part, via in stored:
+        for argument, via, *tensor in stored:
             dtype = getattr(torch, via) if via else None
-            place = self.use(Use(argument, Slot(module, ordinal, Role(role), part), dtype))
+            place = self.use(Use(argument, use_from_list(tensor), dtype))
             assert place is not None, "the cache's key covers what was decided about weights before"
 
 

@@ -12,6 +12,7 @@ import difflib
 import fnmatch
 import re
 import sys
+import zlib
 from typing import Any, Iterable, Iterator, Sequence
 
 from torch import fx, nn
@@ -154,6 +155,21 @@ def plain_module(model: Any) -> Any:
             model = model.module
         else:
             return getattr(model, "_orig_mod", model)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` was called on the module, or its own ``compile()``."""
+    return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
+
+
+def frame_key() -> str:
+    """What the code of the frame that Dynamo is compiling is known by, in this process and in others.
+
+    What comes after a graph break is a frame of its own, whose name says on which line it begins; two of one line
+    differ in their code.
+    """
+    code = frame_code()
+    return "" if code is None else f"{code.co_name}:{code.co_firstlineno}:{zlib.crc32(code.co_code):08x}"
 
 
 def compiled_root() -> nn.Module | None:

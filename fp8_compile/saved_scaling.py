@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, Mapping
 
 from torch import nn
-from torch._dynamo.eval_frame import OptimizedModule
 
+from .module_names import is_compiled
 from .scaling_state import ScalingState, scaling_state, states_within
 from .training_part import Part, Step
 
@@ -44,9 +44,6 @@ class SavedScaling(Part):
 
     def _states(self) -> list[ScalingState]:
         """Of the model, and of modules in it that are compiled by themselves."""
-        inner = [module for module in self.model.modules() if _is_compiled(module)]
+        inner = [module for module in self.model.modules() if is_compiled(module)]
         return [scaling_state(module) for module in (self.model, *inner)]
 
-
-def _is_compiled(module: nn.Module) -> bool:
-    return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None

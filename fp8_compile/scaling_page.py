@@ -7,10 +7,19 @@ from typing import Mapping
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from fp8_compile.kernels.delayed_scaling import ABSENT, DEQUANT, QUANT, update_in_place_op
+from fp8_compile.kernels.delayed_scaling import (
+    ABSENT,
+    COUNTERS,
+    DEQUANT,
+    LOOK,
+    MARGIN,
+    QUANT,
+    update_in_place_op,
+)
 from fp8_compile.passes.delay_scales import UpdateRule
-from fp8_compile.passes.slot import FIELDS, Slot
+from fp8_compile.passes.slot import FROZEN, Slot
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,15 +43,33 @@ class Page:
             self.amaxes = torch.full((capacity,), ABSENT, dtype=torch.float32)
             self.history = torch.zeros(capacity, kind.length, dtype=torch.float32)
             self.scales = torch.zeros(2, capacity, dtype=torch.float32)
-            self.counts = torch.zeros(2, capacity, dtype=torch.int32)
+            self.counts = torch.zeros(LOOK + 1, capacity, dtype=torch.int32)
             self.stats = torch.zeros(capacity, 5, dtype=torch.float64)
-        self._kept: list[Tensor] | None = None  # FIELDS for restore(); None: as if no pass had been
+        self._kept: list[Tensor] | None = None  # for restore(); None: as if no pass had been
+
+    def add(self, slot: Slot) -> int:
+        """A row for a slot."""
+        self.slots.append(slot)
+        row = len(self.slots) - 1
+        with unset_fake_temporarily():  # passes run on fake tensors; the state is real
+            self.counts.data[MARGIN, row] = self.kind.rule.margin_of(slot.role, self.kind.largest)
+        return row
 
     def clear(self) -> None:
+        """As new, but for the settings of the slots."""
         self._kept = None
         self.amaxes.data.fill_(ABSENT)
-        for tensor in (self.history, self.scales, self.counts, self.stats):
+        for tensor in (self.history, self.scales, self.counts[:COUNTERS], self.stats):
             tensor.data.zero_()
+
+    def look(self, rows: list[int], on: bool) -> None:
+        """Whether the tensors of some slots are scaled by their own amax, whatever is known of them."""
+        self.counts.data[LOOK, rows] = int(on)
+
+    def freeze(self, row: int, reach: float) -> None:
+        """Fix a slot's scale: it reaches to that magnitude."""
+        scale = min(self.kind.largest / reach, torch.finfo(torch.float32).max)
+        self.scales.data[QUANT, row], self.scales.data[DEQUANT, row] = scale, 1.0 / scale
 
     def keep(self) -> None:
         """Remember everything as it is now."""
@@ -56,7 +83,8 @@ class Page:
             torch._foreach_copy_(self._tensors(), self._kept)
 
     def _tensors(self) -> list[Tensor]:
-        return [getattr(self, field).data for field in FIELDS]
+        """What passes change."""
+        return [self.amaxes.data, self.history.data, self.scales.data, self.counts.data[:COUNTERS]]
 
     def _copies(self) -> list[Tensor]:
         if self._kept is None:
@@ -66,10 +94,9 @@ class Page:
 
     def settle(self) -> None:
         """Do the update that the next pass would begin with: what was recorded becomes history."""
-        kind = self.kind
         known = torch.empty_like(self.scales)
-        rule = (kind.largest, kind.rule.margin, kind.rule.algorithm, kind.rule.interval)
-        update_in_place_op(self.amaxes, self.history, self.scales, self.counts, known, *rule)
+        rule = ("frozen", 1) if self.kind.direction == FROZEN else self.kind.rule.arguments
+        update_in_place_op(self.amaxes, self.history, self.scales, self.counts, known, self.kind.largest, *rule)
 
     @property
     def capacity(self) -> int:
@@ -88,7 +115,7 @@ class Page:
         return {
             "scale": self.scales[QUANT, row] * self.unit,
             "amax_history": self.history[row] / self.unit,
-            "counts": self.counts[:, row].clone(),
+            "counts": self.counts[:COUNTERS, row].clone(),
             "largest": torch.tensor(self.kind.largest, dtype=torch.float32),
         }
 
@@ -100,7 +127,8 @@ class Page:
             scales[DEQUANT, row] = torch.where(scale > 0, 1.0 / scale, 0.0)
             amaxes[row] = ABSENT
             history[row] = saved["amax_history"] * self.unit
-            counts[:, row] = saved["counts"]
+            counts[:, row] = 0  # what was saved before version 0.2 has two counters
+            counts[: len(saved["counts"]), row] = saved["counts"]
 
     def prime(self, row: int, amax: float) -> None:
         """As if a pass had seen that amax."""

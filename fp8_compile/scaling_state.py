@@ -1,8 +1,9 @@
 """What delayed scaling remembers of a model: one pool of amax histories and scales, shared by all its graphs.
 
-A slot is one quantized tensor, named ``blocks.0.mlp.up#0.input``: the module, which of its matmuls, the operand's role.
-Slots lie in pages (``scaling_page.py``). A graph is compiled with places in pages fixed (``graph_pool.py``); one that
-needs more slots than the pages have left gets a page more.
+A slot is one quantized tensor, named ``blocks.0.mlp.up#0.input``: the parameter that it is multiplied by (or is), which
+use of that parameter it belongs to, over all graphs of the model, and the role of the tensor. Slots are rows of pages
+(``scaling_page.py``). A graph is compiled with places in pages fixed (``graph_pool.py``); one that needs more slots
+than the pages have left gets another page.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from torch._dynamo.eval_frame import innermost_fn, reset_code
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.autograd.graph import increment_version
 
-from fp8_compile.kernels.delayed_scaling import ENTERED, PASSES, QUANT
+from fp8_compile.kernels.delayed_scaling import PASSES, QUANT
 from fp8_compile.passes.find_matmuls import Role
-from fp8_compile.passes.slot import BACKWARD, Place, Slot
+from fp8_compile.passes.slot import BACKWARD, FROZEN, Place, Slot, TensorUse
 
 from .module_names import compiled_root, frame_code, modules_read, plain_module
 from .pass_recorder import PassRecorder
 from .scaling_page import Page
-from .scaling_stats import StatsRow, StatsTable, stats_row
+from .scaling_stats import StatsRow, StatsTable, lost_numbers, stats_row
 from .state_handling import handling_of
 
 if TYPE_CHECKING:
@@ -51,6 +52,11 @@ class ScalingState:
         self._waiting: dict[str, dict[str, Tensor]] = {}  # loaded, for slots that no graph has asked for yet
         self.recorders: list[PassRecorder] = []  # of graphs that are dumped with stats
         self._calibration: Calibration | None = None
+        self.uses: dict[str, list[tuple[str, str, int]]] = {}  # by parameter or product: frame, line, ordinal of each
+        self._old_names: dict[str, set[Slot]] = {}  # of slots, as version 0.1 named them
+        self._loaded_by_old_name: set[str] = set()
+        self._parts: dict[str, tuple[str, int]] = {}  # frame -> its newest compilation, and how many graphs that made
+        self.frozen: dict[str, float] | None = None  # by slot or layer: up to which magnitude inference holds inputs
         self.gradient_unit = 1.0  # the loss scale: gradients inside graphs are that many times as large
         self.steps: int | None = None  # of the optimizer; None: nobody counts them
         self.epoch = 0  # goes up when histories are replaced: whoever believed that they were there looks again
@@ -123,17 +129,29 @@ class ScalingState:
             for row, slot in enumerate(page.slots):
                 yield slot, Place(index, row)
 
+    def trained(self) -> Iterator[tuple[Slot, Place]]:
+        """Those that training writes, and that are saved."""
+        return ((slot, place) for slot, place in self.slots() if self.pages[place.page].kind.direction != FROZEN)
+
+    def slot_of(self, tensor: TensorUse, frame: str) -> Slot:
+        """The slot of a tensor of a graph that was made of a frame: the same for the same line of the same frame."""
+        uses = self.uses.setdefault(tensor.product, [])
+        use = (frame, tensor.line, tensor.ordinal)
+        if use not in uses:
+            uses.append(use)
+        return Slot(tensor.product, uses.index(use), tensor.role, tensor.part)
+
     def state_dict(self) -> dict[str, Tensor]:
         """Plain tensors: ``<slot>.scale``, ``.amax_history``, ``.counts`` and ``.largest``, copies of the state."""
         self.settle()
-        rows = {str(slot): self.pages[place.page].row(place.row) for slot, place in self.slots()}
+        rows = {str(slot): self.pages[place.page].row(place.row) for slot, place in self.trained()}
         rows = self._waiting | rows
         return {f"{slot}.{field}": tensor for slot, row in rows.items() for field, tensor in row.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
         """Take a saved state over, before or after the model is compiled. One that does not fit changes nothing."""
-        rows = _by_slot(state_dict)
-        places = {str(slot): place for slot, place in self.slots()}
+        places = {str(slot): place for slot, place in self.trained()}
+        rows = self._renamed(_by_slot(state_dict), places)
         self._check(rows, places)
         for slot, row in rows.items():
             if slot in places:
@@ -145,10 +163,10 @@ class ScalingState:
         """Let inputs begin with the amaxes of a calibration, as if a pass had seen them: of slots that are there, and
         of those that graphs will ask for."""
         self._calibration = calibration
-        inputs = [(slot, place) for slot, place in self.slots() if slot.role is Role.INPUT]
+        inputs = [(slot, place) for slot, place in self.trained() if slot.role is Role.INPUT]
         primed = [self._prime(slot, self.pages[place.page], place.row) for slot, place in inputs]
         if inputs and not any(primed):
-            names = ", ".join(sorted({slot.module for slot, _ in inputs})[:5])
+            names = ", ".join(sorted({slot.layer for slot, _ in inputs})[:5])
             raise ValueError(
                 f"the calibration knows none of the model's quantized inputs ({names}); expected one of the same model"
             )
@@ -157,17 +175,46 @@ class ScalingState:
         if self._calibration is None or slot.role is not Role.INPUT:
             return False
         try:
-            amax = float(self._calibration.amax(slot.module))
+            amax = float(self._calibration.amax(slot.layer))
         except (KeyError, ValueError):  # not a module that was calibrated: a matmul outside any layer
             return False
         page.prime(row, amax)
         return True
 
+    def freeze(self, reach: Mapping[str, float]) -> None:
+        """Let inference quantize inputs with fixed scales: by slot or layer, the magnitude that the scale reaches to."""
+        self.frozen = dict(reach)
+        for slot, place in self.slots():
+            page = self.pages[place.page]
+            if page.kind.direction == FROZEN and (limit := self.frozen_reach(slot)) is not None:
+                page.freeze(place.row, limit)
+        self.recompile()
+
+    def unfreeze(self) -> None:
+        """Let inference take each input's scale from the input itself again."""
+        self.frozen = None
+        self.recompile()
+
+    def frozen_reach(self, slot: Slot) -> float | None:
+        """The magnitude that the frozen scale of an input reaches to; None: its scale is not frozen."""
+        if slot.role is not Role.INPUT or self.frozen is None:
+            return None
+        return self.frozen.get(str(slot), self.frozen.get(slot.layer))
+
+    def begin_graph(self, frame: str, compilation: str) -> str:
+        """A name for the graph that a compilation makes of a frame: the frame's; where one compilation makes several
+        graphs, as DDP's buckets do, each has its own."""
+        before, made = self._parts.get(frame, ("", 0))
+        made = made + 1 if before == compilation and compilation else 1
+        self._parts[frame] = (compilation, made)
+        return frame if made == 1 else f"{frame} part {made}"
+
     def reset(self) -> None:
         """Forget all histories, as when weights or data are replaced by very different ones: the next pass takes each
         tensor's scale from the tensor itself, as the first one did."""
         for page in self.pages:
-            page.clear()
+            if page.kind.direction != FROZEN:
+                page.clear()
         self._waiting.clear()
         self._calibration = None
         self.epoch += 1
@@ -181,9 +228,31 @@ class ScalingState:
         rows = []
         for slot, place in self.slots():
             page, row = self.pages[place.page], place.row
-            entered, scale = page.counts[ENTERED, row], page.scales[QUANT, row] * page.unit
-            rows.append(stats_row(str(slot), page.history[row] / page.unit, entered, scale, page.stats[row]))
+            rows.append(stats_row(self._shown(slot, page), page, row))
         return rows
+
+    @staticmethod
+    def _shown(slot: Slot, page: Page) -> str:
+        return f"{slot} (frozen)" if page.kind.direction == FROZEN else str(slot)
+
+    def __repr__(self) -> str:
+        """What a user wants to know first: whether there is anything, and whether numbers were lost."""
+        rows = self.stats()
+        if not rows:
+            return f"ScalingState of no tensors: {self._why_empty()}"
+        lost = [row for row in rows if row.saturated or row.small]
+        steps = max(row.steps for row in rows)
+        head = f"ScalingState of {len(rows)} tensors, {steps} steps; "
+        if not lost:
+            return head + "none was ever saturated or too small for its scale"
+        return "\n".join([head + f"{len(lost)} lost numbers:", *(f"  {lost_numbers(row)}" for row in lost)])
+
+    def _why_empty(self) -> str:
+        return (
+            "no graph with an FP8 matmul was compiled for this model under recipe='delayed' with gradients. Expected "
+            "torch.compile(model, backend='fp8') and one training step before; fp8_compile.explain(model, args) tells "
+            "what becomes of each matmul, TORCH_LOGS=graph_breaks what Dynamo left out"
+        )
 
     def reset_stats(self) -> None:
         """Count from zero; scales and histories stay."""
@@ -199,13 +268,21 @@ class ScalingState:
         for recorder in self.recorders:
             recorder.record(step)
 
-    def without_history(self, places: Iterable[Place]) -> bool:
-        """Whether some of the slots have never seen a finite amax above zero. Waits for the device."""
+    def without_history(self, places: Mapping[Slot, Place]) -> dict[Slot, int]:
+        """The slots that have never seen a finite amax above zero, and how many passes they have seen. Waits for the
+        device."""
         self.settle()
-        rows: dict[int, list[int]] = {}
-        for place in places:
-            rows.setdefault(place.page, []).append(place.row)
-        return any(bool((self.pages[page].scales[QUANT, some] == 0).any()) for page, some in rows.items())
+        found = {}
+        for index, rows in _rows_by_page(places.values()).items():
+            page = self.pages[index]
+            scales, passes = page.scales[QUANT].tolist(), page.counts[PASSES].tolist()
+            found.update({page.slots[row]: passes[row] for row in rows if scales[row] == 0})
+        return found
+
+    def look(self, places: Mapping[Slot, Place], on: bool) -> None:
+        """Whether the tensors of these slots are scaled by their own amax, whatever is known of them."""
+        for index, rows in _rows_by_page(places.values()).items():
+            self.pages[index].look(rows, on)
 
     def passes(self, places: Iterable[Place]) -> int:
         """How many passes these slots have seen at most. Waits for the device."""
@@ -217,14 +294,41 @@ class ScalingState:
         for place in places:
             self.pages[place.page].scales.data[:, place.row] = 1.0
 
-    def take_waiting(self, slot: Slot, page: Page, row: int) -> None:
-        """Fill a new slot with what was loaded for it, or calibrated, before it was there."""
+    def fill(self, slot: Slot, tensor: TensorUse, page: Page, row: int) -> None:
+        """Fill a new slot with what was loaded for it, calibrated or frozen before it was there."""
         with unset_fake_temporarily(), torch.no_grad():  # passes run on fake tensors; the state is real
-            if (saved := self._waiting.get(str(slot))) is not None:
-                _check_length(str(slot), saved, page.kind.length)
-                page.set_row(row, self._waiting.pop(str(slot)))
+            if page.kind.direction == FROZEN:
+                reach = self.frozen_reach(slot)
+                assert reach is not None, slot
+                page.freeze(row, reach)
+                return
+            name, old_name = str(slot), tensor.old_name
+            self._old_names.setdefault(old_name, set()).add(slot)
+            if name not in self._waiting and (old_name in self._waiting or old_name in self._loaded_by_old_name):
+                name = self._by_old_name(old_name)
+                self._waiting[name] = self._waiting.pop(old_name)
+                self._loaded_by_old_name.add(old_name)
+            if (saved := self._waiting.get(name)) is not None:
+                _check_length(name, saved, page.kind.length)
+                page.set_row(row, self._waiting.pop(name))
             else:
                 self._prime(slot, page, row)
+
+    def _renamed(self, rows: dict[str, Any], places: Mapping[str, Place]) -> dict[str, Any]:
+        """Rows that were saved by version 0.1 under today's names, of slots that graphs have asked for."""
+        old = [name for name in rows if name not in places and name in self._old_names]
+        return {(self._by_old_name(name) if name in old else name): row for name, row in rows.items()}
+
+    def _by_old_name(self, name: str) -> str:
+        """Today's name of a slot that was saved by version 0.1."""
+        shared = sorted(map(str, self._old_names[name]))
+        if len(shared) > 1:
+            raise ValueError(
+                f"the saved slot {name} was shared by tensors that have slots of their own now: {', '.join(shared)}; "
+                "expected a state saved by this version. Leave the scaling state out: the first step takes each "
+                "tensor's scale from the tensor itself"
+            )
+        return shared[0]
 
     def _check(self, rows: Mapping[str, Mapping[str, Tensor]], places: Mapping[str, Place]) -> None:
         missing = sorted(set(places) - set(rows))
@@ -312,6 +416,13 @@ def _is_full(cell: Any) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _rows_by_page(places: Iterable[Place]) -> dict[int, list[int]]:
+    rows: dict[int, list[int]] = {}
+    for place in places:
+        rows.setdefault(place.page, []).append(place.row)
+    return rows
 
 
 def _by_slot(state_dict: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Sequence
+from typing import TYPE_CHECKING, Sequence
 
-from torch import Tensor
+from fp8_compile.kernels.delayed_scaling import ENTERED, PASSES, QUANT, SATURATED, SMALL
 
 from .report import align
+
+if TYPE_CHECKING:
+    from .scaling_page import Page
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +25,9 @@ class StatsRow:
     amax: float  # the newest in the history
     scale: float  # quant_scale of the next pass; 0: none yet
     sqnr: float  # dB, sum of x**2 over sum of (x - dequantized)**2; nan: nothing counted
+    steps: int = 0  # in which the tensor was quantized
+    saturated: int = 0  # of them, those in which its largest value was beyond what its scale holds
+    small: int = 0  # those in which it was so small that its scale flushes much of it to zero
 
 
 class StatsTable(Sequence[StatsRow]):
@@ -37,10 +43,11 @@ class StatsTable(Sequence[StatsRow]):
         return len(self._rows)
 
     def __str__(self) -> str:
-        header = ("slot", "elements", "overflow", "underflow", "amax", "scale", "SQNR dB")
+        header = ("slot", "steps", "saturated", "small", "elements", "overflow", "underflow", "amax", "scale", "SQNR dB")
         cells = [
             (
                 row.slot,
+                *map(str, (row.steps, row.saturated, row.small)),
                 str(row.elements),
                 _share(row.overflow, row.elements),
                 _share(row.underflow, row.elements),
@@ -57,11 +64,26 @@ class StatsTable(Sequence[StatsRow]):
     __repr__ = __str__
 
 
-def stats_row(slot: str, history: Tensor, entered: Tensor, scale: Tensor, counted: Tensor) -> StatsRow:
-    """A row from the state's tensors; ``counted`` as ``kernels/delayed_scaling.py: count`` gives it."""
-    elements, overflow, underflow, signal, noise = counted.tolist()
-    amax = float(history[(int(entered) - 1) % len(history)]) if int(entered) else 0.0
-    return StatsRow(slot, int(elements), int(overflow), int(underflow), amax, float(scale), decibel(signal, noise))
+def stats_row(slot: str, page: Page, row: int) -> StatsRow:
+    """A row from the state's tensors."""
+    elements, overflow, underflow, signal, noise = page.stats[row].tolist()  # kernels/delayed_scaling.py: count
+    counts, history = page.counts[:, row].tolist(), page.history[row]
+    amax = float(history[(counts[ENTERED] - 1) % len(history)] / page.unit) if counts[ENTERED] else 0.0
+    scale = float(page.scales[QUANT, row] * page.unit)
+    seen = (counts[PASSES], counts[SATURATED], counts[SMALL])
+    return StatsRow(
+        slot, int(elements), int(overflow), int(underflow), amax, scale, decibel(signal, noise), *seen
+    )
+
+
+def lost_numbers(row: StatsRow) -> str:
+    """What a slot lost, in a sentence."""
+    parts = []
+    if row.saturated:
+        parts.append(f"saturated in {row.saturated} of {row.steps} steps")
+    if row.small:
+        parts.append(f"too small for its scale in {row.small} of {row.steps} steps")
+    return f"{row.slot}: {', '.join(parts)}"
 
 
 def decibel(signal: float, noise: float) -> float:

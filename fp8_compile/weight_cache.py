@@ -120,6 +120,10 @@ class WeightCache:
         for entry in self.copies():
             entry.marked |= chosen is None or id(entry.current()) in chosen
 
+    def distrust(self) -> None:
+        """Quantize every weight again before the next training forward, whatever its version says."""
+        self.invalidate()
+
     def copies(self) -> list[CachedWeight]:
         """Every copy that a graph reads."""
         return [entry for entry in (one() for one in self._read) if entry is not None]
@@ -162,12 +166,12 @@ class WeightCache:
     def _quantize_on_cpu(self, entry: CachedWeight, weight: Tensor) -> None:
         page, row = self.state.pages[entry.place.page], entry.place.row  # type: ignore[union-attr]
         x = weight if entry.via is None else weight.to(entry.via)
-        scale, margin, dtype = page.scales[QUANT, row].view(1, 1), page.kind.rule.margin, entry.codes.dtype
+        scale, dtype = page.scales[QUANT, row].view(1, 1), entry.codes.dtype
         if dtype in (E4M3.dtype, E5M2.dtype):
-            codes, used, dequant_scale, amax = quantize_delayed_op(x, scale, dtype, margin, True)
+            codes, used, dequant_scale, amax = quantize_delayed_op(x, scale, dtype, True)
         else:
             amax = block_amax(x, (WHOLE, WHOLE))
-            used = first_scale(scale, amax, page.kind.largest, margin)
+            used = first_scale(scale, amax, page.kind.largest)
             codes, dequant_scale = cast_delayed(x, used, dtype), used.reciprocal()
         entry.codes.view(torch.uint8).copy_(codes.view(torch.uint8))
         if entry.transposed is not None:
@@ -209,7 +213,7 @@ class WeightCache:
                 continue
             weight = local(stale[entry])
             amax = block_amax(weight if entry.via is None else weight.to(entry.via), (WHOLE, WHOLE)).view(())
-            used = first_scale(scale, amax, page.kind.largest, page.kind.rule.margin)
+            used = first_scale(scale, amax, page.kind.largest)
             known = self.known[entry.place.page]  # type: ignore[union-attr]
             known[QUANT, row], known[DEQUANT, row] = used, used.reciprocal()
 

@@ -7,33 +7,68 @@
 
 After each pass over the graph, for all slots at once (a slot is one tensor's place in the state):
 
+    saturated   : amax * quant_scale > F, by more than rounding takes back       counted
+    room        = sum of ceil(log2(amax * quant_scale / F)) over the saturated slots, limited by the format
     amax enters the history in place of the oldest one           if it is finite
     m           = max(history)                                   or the newest, or the 99th percentile
-    quant_scale = F / (m * 2**margin), capped to be finite       if m > 0 and this is an ``interval``-th pass
+    quant_scale = F / (m * 2**(margin + room)), capped to be finite      if m > 0 and this is an ``interval``-th pass
     dequant_scale = 1 / quant_scale
 
-State of C slots: history [C, L] fp32, a ring; scales [2, C] fp32, (quant, dequant); counts [2, C] int32, (passes,
-amaxes that entered); amaxes [C] fp32, -1 where the slot was not part of the pass.
+What a saturated tensor lost is missing in the amaxes of all tensors computed from it. ``room`` makes up for that: it
+widens the scales of every slot for one pass, so that a jump which runs through many layers is over after one step.
 
-A quant_scale of 0 says that no amax has entered yet: such a tensor is quantized with its own amax, by the same formula.
+State of C slots: amaxes [C] fp32, -1 where the slot was not part of the pass; history [C, L] fp32, a ring; scales
+[2, C] fp32, (quant, dequant); counts [7, C] int32, see ``PASSES`` and the names after it.
+
+A quant_scale of 0 says that no amax has entered yet: such a tensor is quantized with its own amax. So is every tensor
+whose slot has ``LOOK`` set, as in a model's first step.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, Sequence
 
 import torch
 from torch import Tensor
 
 from .define_op import define
-from .formats import format_of
+from .formats import BY_DTYPE, Format, format_of
 
 QUANT, DEQUANT = 0, 1
-PASSES, ENTERED = 0, 1
+# Rows of ``counts``. The first five count passes: all of them, those whose amax entered the history, those in which the
+# tensor was saturated, lost more than half of its largest value, or was too small for its scale. Then two settings:
+# the margin, and whether the tensor's own amax is to be used.
+PASSES, ENTERED, SATURATED, CLIPPED, SMALL, MARGIN, LOOK = range(7)
+COUNTERS = 5
 ABSENT = -1.0
 PERCENTILE = 0.99
 ABOVE_ROUNDING = 1 + 2.0**-20  # amax * (F / amax) may be a few units in FP32's last place above F
 LARGEST_SCALE = torch.finfo(torch.float32).max
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What a format can hold, as multiples of its largest value F."""
+
+    saturated_above: float  # what rounds to F is not lost
+    small_below: float  # log-normal data whose amax is there lose 2 dB to values that are flushed to zero
+    most_room: int  # an exponent; beyond margin and room, small values would be lost
+
+    @classmethod
+    def of(cls, format: Format) -> Limits:
+        significand = format.max / 2.0 ** (int(format.max).bit_length() - 1)
+        half_step = 2.0**-format.significand_bits / significand
+        wide = format.significand_bits == 3
+        return cls(1.0 + half_step, 2.0**-20 if wide else 2.0**-8, 12 if wide else 6)
+
+
+_LIMITS = {format.max: Limits.of(format) for format in BY_DTYPE.values()}
+
+
+def limits_of(largest: float) -> Limits:
+    """The limits of the format whose largest value that is."""
+    return _LIMITS[largest]
 
 
 def cast_delayed(x: Tensor, quant_scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -43,16 +78,21 @@ def cast_delayed(x: Tensor, quant_scale: Tensor, dtype: torch.dtype) -> Tensor:
     return ((wide * quant_scale).clamp(-largest, largest) + wide * 0.0).to(dtype)
 
 
-def scale_of(amax: Tensor, largest: float, margin: int) -> Tensor:
-    """``F / (amax * 2**margin)``, finite and above 0."""
-    reach = (amax * 2.0**margin).clamp_max(LARGEST_SCALE)
+def scale_of(amax: Tensor, largest: float, exponent: Tensor | None = None) -> Tensor:
+    """``F / (amax * 2**exponent)``, finite and above 0."""
+    reach = amax if exponent is None else (amax * power_of_two(exponent)).clamp_max(LARGEST_SCALE)
     return (reach.reciprocal() * largest).clamp_max(LARGEST_SCALE)  # what PyTorch makes of largest / reach, too
 
 
-def first_scale(quant_scale: Tensor, amax: Tensor, largest: float, margin: int) -> Tensor:
-    """The scale as it is, or for a slot without history the one that this amax would give it; 1 if it gives none."""
+def power_of_two(exponent: Tensor) -> Tensor:
+    """``2**exponent`` of int32, exactly."""
+    return ((exponent + 127) << 23).view(torch.float32)
+
+
+def first_scale(quant_scale: Tensor, amax: Tensor, largest: float) -> Tensor:
+    """The scale as it is, or where there is none the one that tensorwise scaling gives for this amax; 1 if none."""
     usable = (amax > 0) & (amax < torch.inf)
-    own = torch.where(usable, scale_of(amax, largest, margin), 1.0)
+    own = torch.where(usable, scale_of(amax, largest), 1.0)
     return torch.where(quant_scale > 0, quant_scale, own)
 
 
@@ -62,23 +102,40 @@ def update(
     counts: Tensor,
     amaxes: Tensor,
     largest: float,
-    margin: int = 0,
     algorithm: str = "max",
     interval: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The update above: history, scales and counts after the pass."""
-    length = history.shape[1]
+    """The update above: history, scales and counts after the pass. ``algorithm="frozen"`` counts and changes nothing
+    else."""
+    length, limits = history.shape[1], limits_of(largest)
     present = amaxes != ABSENT
     enters = present & (amaxes >= 0) & (amaxes < torch.inf)
     at_newest = torch.arange(length, device=history.device) == (counts[ENTERED] % length)[:, None]
     history = torch.where(at_newest & enters[:, None], amaxes[:, None], history)
-    passes, entered = counts[PASSES] + present, counts[ENTERED] + enters
 
-    m = _summary(history, entered, algorithm)
-    due = present & ((passes % interval == 0) | (scales[QUANT] == 0))
-    quant_scale = torch.where(due & (m > 0), scale_of(m, largest, margin), scales[QUANT])
+    reached = amaxes * scales[QUANT]
+    known = enters & (scales[QUANT] > 0) & (counts[LOOK] == 0)
+    saturated = known & (reached > largest * limits.saturated_above)
+    clipped = known & (reached > largest * 2.0)
+    small = known & (amaxes > 0) & (reached < largest * limits.small_below)
+    counted = torch.stack([present, enters, saturated, clipped, small]).to(torch.int32)
+    counts = torch.cat([counts[:COUNTERS] + counted, counts[COUNTERS:]])
+    if algorithm == "frozen":
+        return history, scales.clone(), counts
+
+    over = torch.where(saturated, _ceil_log2(reached * (1.0 / largest)), 0)
+    room = over.sum(dtype=torch.int32).clamp_max(limits.most_room)
+    m = _summary(history, counts[ENTERED], algorithm)
+    due = (present & ((counts[PASSES] % interval == 0) | (scales[QUANT] == 0))) | (room > 0)
+    fresh = scale_of(m, largest, counts[MARGIN] + room)
+    quant_scale = torch.where(due & (m > 0), fresh, scales[QUANT])
     dequant_scale = torch.where(quant_scale > 0, 1.0 / quant_scale, scales[DEQUANT])
-    return history, torch.stack([quant_scale, dequant_scale]), torch.stack([passes, entered]).to(torch.int32)
+    return history, torch.stack([quant_scale, dequant_scale]), counts
+
+
+def _ceil_log2(x: Tensor) -> Tensor:
+    """Of numbers above 1, Inf included: 1 for those up to 2, 2 for those up to 4, at most 32."""
+    return (((x.view(torch.int32) + 0x7FFFFF) >> 23) - 127).clamp(0, 32)
 
 
 def _summary(history: Tensor, entered: Tensor, algorithm: str) -> Tensor:
@@ -99,37 +156,25 @@ def _summary(history: Tensor, entered: Tensor, algorithm: str) -> Tensor:
 
 
 def record(
-    amaxes: Tensor,
-    scales: Tensor,
-    recorded: Sequence[Tensor],
-    rows: Sequence[int],
-    first_only: bool,
-    made: Sequence[Tensor] = (),
+    amaxes: Tensor, recorded: Sequence[Tensor], rows: Sequence[int], made: Sequence[Tensor] = ()
 ) -> Tensor:
-    """The amaxes of a pass: one a slot, or where a slot was recorded twice the larger; absent elsewhere.
+    """The amaxes of a pass: one per slot, or where a slot was recorded twice the larger; absent elsewhere.
 
-    ``first_only``: of slots without a scale alone, as in inference. ``made``: tensors that are to be made in this pass
-    because a later one will read them; nothing is done with them.
+    ``made``: tensors that are to be made in this pass because a later one will read them; nothing is done with them.
     """
-    return accumulate(torch.full_like(amaxes, ABSENT), scales, recorded, rows, first_only)
+    return accumulate(torch.full_like(amaxes, ABSENT), recorded, rows)
 
 
 def accumulate(
-    amaxes: Tensor,
-    scales: Tensor,
-    recorded: Sequence[Tensor],
-    rows: Sequence[int],
-    first_only: bool,
-    made: Sequence[Tensor] = (),
+    amaxes: Tensor, recorded: Sequence[Tensor], rows: Sequence[int], made: Sequence[Tensor] = ()
 ) -> Tensor:
-    """The amaxes of this pass and of those since the last update, where that is not done by every pass."""
+    """The amaxes of this pass and of those since the last update, where not every pass does that."""
     if not recorded:
         return amaxes.clone()
     index = torch.tensor(rows, dtype=torch.int64, device=amaxes.device)
     values = torch.cat([one.reshape(1) for one in recorded])
     # As integers a NaN is above all numbers; |x| is never negative, the mark for an absent slot is.
-    new = amaxes.view(torch.int32).scatter_reduce(0, index, values.view(torch.int32), "amax").view(torch.float32)
-    return torch.where(scales[QUANT] == 0, new, amaxes) if first_only else new
+    return amaxes.view(torch.int32).scatter_reduce(0, index, values.view(torch.int32), "amax").view(torch.float32)
 
 
 def count(x: Tensor, q: Tensor, quant_scale: Tensor, dequant_scale: Tensor, largest: float) -> Tensor:
@@ -160,34 +205,34 @@ def add_counts(stats: Tensor, counted: Sequence[Tensor], rows: Sequence[int]) ->
 
 
 def next_scales(amaxes: Tensor, history: Tensor, scales: Tensor, counts: Tensor, *rule: Any) -> Tensor:
-    """The scales of the pass that begins: :func:`update` with the amaxes of the one before."""
-    return update(history, scales, counts, amaxes, *rule)[1]
+    """The scales of the pass that begins: :func:`update` with the amaxes of the one before; none where to look."""
+    return _known(update(history, scales, counts, amaxes, *rule)[1], counts)
+
+
+def _known(scales: Tensor, counts: Tensor) -> Tensor:
+    return torch.where(counts[LOOK] == 0, scales, 0.0)
 
 
 def _update(amaxes: Tensor, history: Tensor, scales: Tensor, counts: Tensor, *rule: Any) -> tuple[Tensor, ...]:
     return update(history, scales, counts, amaxes, *rule)
 
 
-def _update_in_place(
+def update_in_place(
     amaxes: Tensor, history: Tensor, scales: Tensor, counts: Tensor, known: Tensor, *rule: Any
 ) -> None:
     # .data: forward has saved the state of the gradients for backward, and autograd would find it changed.
     for state, new in zip((history, scales, counts), update(history, scales, counts, amaxes, *rule)):
         state.data.copy_(new)
     amaxes.data.fill_(ABSENT)
-    known.copy_(scales)
+    known.copy_(_known(scales, counts))
 
 
-def _record_in_place(
-    amaxes: Tensor, scales: Tensor, recorded: Sequence[Tensor], rows: Sequence[int], first_only: bool
-) -> None:
-    amaxes.data.copy_(record(amaxes, scales, recorded, rows, first_only))
+def _record_in_place(amaxes: Tensor, recorded: Sequence[Tensor], rows: Sequence[int]) -> None:
+    amaxes.data.copy_(record(amaxes, recorded, rows))
 
 
-def _accumulate_in_place(
-    amaxes: Tensor, scales: Tensor, recorded: Sequence[Tensor], rows: Sequence[int], first_only: bool
-) -> None:
-    amaxes.data.copy_(accumulate(amaxes.data, scales, recorded, rows, first_only))
+def _accumulate_in_place(amaxes: Tensor, recorded: Sequence[Tensor], rows: Sequence[int]) -> None:
+    amaxes.data.copy_(accumulate(amaxes.data, recorded, rows))
 
 
 def _fake_update(amaxes: Tensor, history: Tensor, scales: Tensor, counts: Tensor, *rule: Any) -> tuple[Tensor, ...]:
@@ -199,8 +244,8 @@ def _fake_update(amaxes: Tensor, history: Tensor, scales: Tensor, counts: Tensor
 # Before a graph is split its ops are functional, as they must be; afterwards (names with _) they work in place.
 _STATE = "Tensor history, Tensor scales, Tensor counts"
 _IN_PLACE = "Tensor(b!) history, Tensor(c!) scales, Tensor(d!) counts"
-_RULE = "float largest, int margin, str algorithm, int interval"
-_RECORD = "Tensor scales, Tensor[] recorded, int[] rows, bool first_only"
+_RULE = "float largest, str algorithm, int interval"
+_RECORD = "Tensor[] recorded, int[] rows"
 next_scales_op = define(
     f"next_scales(Tensor amaxes, {_STATE}, {_RULE}) -> Tensor",
     next_scales,
@@ -224,7 +269,7 @@ add_counts_op = define(
 )
 update_in_place_op = define(
     f"update_scales_(Tensor(a!) amaxes, {_IN_PLACE}, Tensor(e!) known, {_RULE}) -> ()",
-    _update_in_place,
+    update_in_place,
     lambda *arguments: None,
 )
 record_in_place_op = define(

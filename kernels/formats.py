@@ -31,6 +31,11 @@ BY_NAME = {"e4m3": E4M3, "e5m2": E5M2}
 BY_DTYPE = {format.dtype: format for format in (E4M3, E5M2, E4M3_FNUZ, E5M2_FNUZ)}
 
 
+def format_with_max(largest: float) -> Format:
+    """A format whose largest value that is; formats that share it are of one kind."""
+    return next(format for format in BY_DTYPE.values() if format.max == largest)
+
+
 def format_of(dtype: torch.dtype) -> Format:
     """The format of a float8 dtype."""
     if dtype not in BY_DTYPE:

@@ -22,7 +22,7 @@ from torch._functorch._aot_autograd.descriptors import TangentAOTInput
 
 from .emit import GEMM, value
 from .grouped_products import GroupedProduct, grouped_product, is_both_gradients, op_name
-from .row import Gemm
+from .row import Gemm, code_path
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -84,7 +84,15 @@ class Matmul:
     beta: float = 1.0
     weights: tuple[str, ...] = ()  # dotted names of the parameters that the weight is made of, tied names too
     forward: Matmul | None = None  # of a backward matmul: the matmul it belongs to
-    ordinal: int = 0  # how many matmuls its module did before, in forward; of a backward matmul, its forward's
+    number: int = 0  # how many matmuls its module did before, in forward; of a backward matmul, its forward's
+    line: str = ""  # of code that wrote it, with its callers; of a backward matmul, its forward's
+    ordinal: int = 0  # how many matmuls with its parameter came before on that line; of a backward matmul, likewise
+
+    @property
+    def parameter(self) -> str:
+        """The parameter that the weight is made of, by its name in the matmul's module if it has one there."""
+        own = (name for name in self.weights if name.rpartition(".")[0] == self.module)
+        return next(own, self.weights[0] if self.weights else "")
 
     @property
     def batched(self) -> bool:
@@ -166,14 +174,14 @@ def find_matmuls(graph: fx.Graph, names: Names) -> list[Matmul | OtherMatmul]:
     values = _trace_origins(graph, names)
     found: list[Matmul | OtherMatmul] = []
     forward_by_seq: dict[int, list[Matmul]] = {}
-    done: collections.Counter[tuple[str, Gemm]] = collections.Counter()
+    done: collections.Counter[tuple[str, ...]] = collections.Counter()
     for node in graph.nodes:
         if node.op != "call_function":
             continue
         module = names.module_of(node)
         grouped = grouped_product(node)
         if node.target in MATMUL_OPS or grouped is not None:
-            site = _with_ordinal(_matmul(node, module, grouped, values, forward_by_seq), done)
+            site = _with_ordinals(_matmul(node, module, grouped, values, forward_by_seq), done)
             if not is_backward(node) and "seq_nr" in node.meta:
                 forward_by_seq.setdefault(node.meta["seq_nr"], []).append(site)
             found.append(site)
@@ -263,12 +271,15 @@ def _owner(node: fx.Node, weights: tuple[str, ...]) -> str:
     return weights[0].rpartition(".")[0] if weights else ""
 
 
-def _with_ordinal(site: Matmul, done: collections.Counter[tuple[str, Gemm]]) -> Matmul:
-    if site.forward is not None:
-        return dataclasses.replace(site, ordinal=site.forward.ordinal)
-    key = site.module, site.gemm
-    done[key] += 1
-    return dataclasses.replace(site, ordinal=done[key] - 1)
+def _with_ordinals(site: Matmul, done: collections.Counter[tuple[str, ...]]) -> Matmul:
+    """Count the matmul among those of its module, and among those of its parameter and line."""
+    if (forward := site.forward) is not None:
+        same = {field: getattr(forward, field) for field in ("number", "line", "ordinal", "weights")}
+        return dataclasses.replace(site, **same)
+    line = code_path(site.node)
+    in_module, on_line = (site.module, site.gemm), (site.parameter or site.module, line, site.gemm)
+    done.update((in_module, on_line))
+    return dataclasses.replace(site, number=done[in_module] - 1, line=line, ordinal=done[on_line] - 1)
 
 
 def operands_of(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:

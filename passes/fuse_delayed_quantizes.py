@@ -9,7 +9,7 @@ from fp8_compile.kernels.cpu.quantize import cast_op, quantize_delayed_op
 from fp8_compile.kernels.delayed_scaling import DEQUANT, QUANT
 
 from .call_cpu_kernels import next_call
-from .delay_scales import AMAX, Delayed
+from .delay_scales import AMAX
 from .emit import emit, getitem
 from .graph_pass import GraphPass, PassReport
 from .lower_quantizes import is_scale, source_of_scale
@@ -31,7 +31,7 @@ class FuseDelayedQuantizes(GraphPass):
         parts: dict[int, dict[int, fx.Node]] = {}
         for node in graph.nodes:
             if is_scale(node) and "fp8_delayed" in node.meta and "fp8_scale" in node.meta:
-                parts.setdefault(node.meta["fp8_delayed"].index, {})[node.meta["fp8_scale"]] = node
+                parts.setdefault(node.meta["fp8_delayed"], {})[node.meta["fp8_scale"]] = node
         whole = [part for part in parts.values() if AMAX in part and QUANT in part]
         for part in whole:
             _fuse(graph, part)
@@ -43,11 +43,10 @@ def _fuse(graph: fx.Graph, part: dict[int, fx.Node]) -> None:
     x, given = source_of_scale(amax), used.args[1]  # where(given > 0, given, own)
     assert used.target is aten.where.self and isinstance(given, fx.Node), used.format_node()
     casts = [user for user in used.users if user.target is cast_op and user.args[0] is x]
-    delayed: Delayed = used.meta["fp8_delayed"]
     dtype, _ = used.meta["fp8_arguments"]
     order = {node: index for index, node in enumerate(graph.nodes)}
     with graph.inserting_before(next_call(max((x, given), key=order.__getitem__))):
-        all_of_it = emit(graph, quantize_delayed_op, x, given, dtype, delayed.margin, bool(casts), like=used)
+        all_of_it = emit(graph, quantize_delayed_op, x, given, dtype, bool(casts), like=used)
         q, *scales = (getitem(graph, all_of_it, index) for index in range(4))
     for cast in casts:
         cast.replace_all_uses_with(q)

@@ -124,7 +124,7 @@ class Quantized:
         first = self.quantizes[0]
         multiple = max((operand.multiple for operand in self.operands), default=1)
         arguments = (first.args[1], list(self.block), multiple, self.stored.via)
-        tags = {key: first.meta[key] for key in ("fp8_slot",) if key in first.meta}
+        tags = {key: first.meta[key] for key in ("fp8_use",) if key in first.meta}
         with graph.inserting_before(first):
             x = _viewed(graph, self.stored, like=first)
             both = emit(graph, quantize_both_op, x, *arguments, like=first, tags=tags)

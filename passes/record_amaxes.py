@@ -15,7 +15,7 @@ from .find_matmuls import Names
 from .graph_pass import GraphPass, PassReport
 from .rewrite_matmuls import RewriteMatmuls
 from .share_quantizes import ShareQuantizes
-from .slot import Slot, SlotPool, state_of
+from .slot import SlotPool, state_of
 
 
 class RecordAmaxes(GraphPass):
@@ -25,7 +25,7 @@ class RecordAmaxes(GraphPass):
     After:   y = mm(x, permute(w))
              amax = amax(abs(x));  ...
              history', scales', counts' = fp8_compile.update_scales(amaxes, history, scales, counts)
-             amaxes' = fp8_compile.record_amaxes(amaxes, scales', [amax, ...], [row, ...])
+             amaxes' = fp8_compile.record_amaxes(amaxes, [amax, ...], [row, ...])
              copy_(history, history');  copy_(scales, scales');  copy_(counts, counts');  copy_(amaxes, amaxes')
 
     Which tensors share a slot is found by rewriting a copy of the graph.
@@ -44,9 +44,10 @@ class RecordAmaxes(GraphPass):
         quantizes = rewritten.find_nodes(op="call_function", target=quantize_op)
         pages: dict[tuple[str, int], PageInGraph] = {}
         for node in quantizes:
-            slot: Slot = node.meta["fp8_slot"]
-            place = self.pool.place(slot)
-            key = slot.direction, place.page
+            place = self.pool.place(node.meta["fp8_use"])
+            if place is None:
+                continue
+            key = self.pool.direction(node.meta["fp8_use"]), place.page
             if key not in pages:
                 largest = format_of(node.args[1]).max  # type: ignore[arg-type]
                 pages[key] = PageInGraph(graph, *key, state, self.rule, largest, held=self.held)
@@ -54,7 +55,7 @@ class RecordAmaxes(GraphPass):
             with graph.inserting_before(graph.output_node()):
                 pages[key].record(place.row, inline(graph, block_amax, x, node.args[2], like=x), None)
         for page in pages.values():
-            page.finish(True, first_only=False, stats=False, made=[])
+            page.finish(stats=False, made=[])
         return PassReport(len(quantizes), "amaxes recorded")
 
 

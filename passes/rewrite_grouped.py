@@ -15,7 +15,7 @@ from .emit import GEMM, emit, getitem, inline, policy_of, value
 from .find_matmuls import GroupedMatmul
 from .grouped_products import Side, grouped_product
 from .relayout_bytes import emit_relayout
-from .slot import Slot
+from .slot import tensor_use
 from .transposes import untransposed
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -88,7 +88,7 @@ class GroupedEditor:
             block[0] = height  # not into the next expert
         role = (self.site.left if is_left else self.site.right).role
         tags = {
-            "fp8_slot": Slot(self.site.module, self.site.ordinal, role),
+            "fp8_use": tensor_use(self.site, role),
             "fp8_stochastic": role in self.rules.stochastic,
             "fp8_reads_forwards": False,
         }

@@ -19,7 +19,7 @@ from .graph_pass import GraphPass, PassReport
 from .relayout_bytes import emit_relayout, made_pointwise
 from .rewrite_grouped import GroupedEditor
 from .row import REWRITTEN, SKIPPED, Row, code_line
-from .slot import Slot, state_of
+from .slot import state_of, tensor_use
 from .transposes import untransposed
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -51,7 +51,7 @@ class RewriteMatmuls(GraphPass):
         sites = find_matmuls(graph, self.names)
         rules = self.rules
         if rules.recipe == "delayed" and not state_of(graph):
-            rules = dataclasses.replace(rules, recipe="tensorwise")  # a subgraph has no place for state
+            rules = dataclasses.replace(rules, recipe="tensorwise")  # a subgraph has no place for state, inference none
         decisions = [Skip(site.reason) if isinstance(site, OtherMatmul) else decide(site, rules) for site in sites]
         self.rows += [_row(site, decision) for site, decision in zip(sites, decisions)]  # a graph may have subgraphs
         if self.strict:
@@ -115,10 +115,9 @@ class _Editor:
         rows_first = flipped != is_left  # the base lies as [rows, contraction]: x of x @ w, w of x @ w.T
         block = plan.block if rows_first else plan.block[::-1]
         role = (self.site.left if is_left else self.site.right).role
-        slot = Slot(self.site.module, self.site.ordinal, role, part)
         across, from_forward = self._reads_across(node, is_left=is_left), self._is_from_forward(base, role)
         tags = {
-            "fp8_slot": slot,
+            "fp8_use": tensor_use(self.site, role, part),
             "fp8_stochastic": role in self.rules.stochastic,
             "fp8_reads_forwards": across and from_forward,
         }

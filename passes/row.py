@@ -38,8 +38,18 @@ class Row:
 
 def code_line(node: fx.Node) -> str:
     """'model.py:12 return self.up(x)', the innermost line of the user's that a node came from; "" if unknown."""
-    frames = re.findall(r'File "([^"\n]*)", line (\d+), in [^\n]*\n([^\n]*)', node.meta.get("stack_trace") or "")
+    frames = _frames(node)
     if not frames:
         return ""
     file, line, text = frames[-1]
     return f"{file.rpartition('site-packages/')[2]}:{line} {text.strip()}"
+
+
+def code_path(node: fx.Node) -> str:
+    """'model.py:12 mlp.py:30': the line that a node came from, behind the lines that called it; "" if unknown."""
+    return " ".join(f"{file.rpartition('/')[2]}:{line}" for file, line, _ in _frames(node))
+
+
+def _frames(node: fx.Node) -> list[tuple[str, str, str]]:
+    """(file, line, text) of each frame, outermost first."""
+    return re.findall(r'File "([^"\n]*)", line (\d+), in [^\n]*\n([^\n]*)', node.meta.get("stack_trace") or "")

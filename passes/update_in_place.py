@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from fp8_compile.kernels.cpu import update_scales as _  # noqa: F401  registers the operation for CPUs
 from fp8_compile.kernels.delayed_scaling import (
     accumulate_in_place_op,
     accumulate_op,
@@ -30,17 +31,17 @@ class UpdateInPlace(GraphPass):
              amax = amax(abs(x))
              ...
              history', scales', counts' = fp8_compile.update_scales(amaxes, history, scales, counts)
-             amaxes' = fp8_compile.record_amaxes(amaxes, scales', [amax], [row])
+             amaxes' = fp8_compile.record_amaxes(amaxes, [amax], [row])
              copy_(history, history');  copy_(scales, scales');  copy_(counts, counts');  copy_(amaxes, amaxes')
     After:   known = empty_like(scales)
              update_scales_kernel(amaxes, history, scales, counts, known)         on a GPU: one Triton kernel
              fp8_compile.record_amax(amaxes, x, row)                              fused into the kernel that makes x
     CPU:     fp8_compile.update_scales_(amaxes, history, scales, counts, known)
-             fp8_compile.record_amaxes_(amaxes, scales, [amax], [row])
+             fp8_compile.record_amaxes_(amaxes, [amax], [row])
 
-    Held:    amaxes' = fp8_compile.accumulate_amaxes(amaxes, scales, [amax], [row]);  copy_(amaxes, amaxes')
+    Held:    amaxes' = fp8_compile.accumulate_amaxes(amaxes, [amax], [row]);  copy_(amaxes, amaxes')
     After:   fp8_compile.record_amax(amaxes, x, row)                              GPU
-             fp8_compile.accumulate_amaxes_(amaxes, scales, [amax], [row])        CPU
+             fp8_compile.accumulate_amaxes_(amaxes, [amax], [row])                CPU
     """
 
     def run(self, graph: fx.Graph) -> PassReport:
@@ -78,14 +79,10 @@ class _OnCpu:
 
     @staticmethod
     def record(graph: fx.Graph, node: fx.Node) -> None:
-        amaxes, scales, recorded, *rest, _ = node.args
-        if not recorded:
-            return
-        op = accumulate_in_place_op
-        if node.target is record_op:
-            op, scales = record_in_place_op, scales.args[0].args[2]  # updated in place by now
+        amaxes, recorded, rows, _ = node.args
+        op = record_in_place_op if node.target is record_op else accumulate_in_place_op
         with graph.inserting_before(node):
-            emit(graph, op, amaxes, scales, recorded, *rest, like=node)
+            emit(graph, op, amaxes, recorded, rows, like=node)
 
 
 class _OnGpu:
@@ -102,8 +99,7 @@ class _OnGpu:
 
     @staticmethod
     def record(graph: fx.Graph, node: fx.Node) -> None:
-        amaxes, _, recorded, rows, first_only, _ = node.args
-        assert not (recorded and first_only), "an inference graph for a GPU records nothing"
+        amaxes, recorded, rows, _ = node.args
         for amax, row in zip(recorded, rows):  # type: ignore[arg-type]
             with graph.inserting_before(amax):
                 emit(graph, record_amax_op, amaxes, source_of_scale(amax), row, like=amax)

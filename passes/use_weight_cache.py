@@ -16,7 +16,7 @@ from .emit import inline
 from .find_matmuls import Role
 from .graph_pass import GraphPass, PassReport
 from .relayout_bytes import relayouts_of
-from .slot import Place, Slot
+from .slot import Place, TensorUse
 
 prims = torch.ops.prims
 
@@ -30,7 +30,7 @@ class Use:
     rounded to first (autocast)."""
 
     argument: int
-    slot: Slot
+    tensor: TensorUse
     via: torch.dtype | None
 
 
@@ -65,12 +65,12 @@ class UseWeightCache(GraphPass):
         buffers = _buffers(graph)
         used = 0
         for node in graph.find_nodes(op="call_function", target=quantize_op):
-            slot: Slot = node.meta["fp8_slot"]
+            tensor: TensorUse = node.meta["fp8_use"]
             source, via = _unrounded(node.args[0])  # type: ignore[arg-type]
             argument = _argument(source)
-            if slot.role is not Role.WEIGHT or weight_buffer(argument, CODES) not in buffers:
+            if tensor.role is not Role.WEIGHT or weight_buffer(argument, CODES) not in buffers:
                 continue
-            place = self.weights.use(Use(argument, slot, via))
+            place = self.weights.use(Use(argument, tensor, via))
             if place is not None:
                 known = buffers[weight_buffer(place.page, KNOWN)]
                 _replace(graph, node, argument, known, place.row, buffers)

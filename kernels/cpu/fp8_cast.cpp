@@ -103,14 +103,14 @@ void quantize(const void* from, int64_t rows, int64_t cols, int axis, const floa
 // Delayed scaling, one read of x: its codes by the scale given, unless `codes` is null, and its amax. A scale of 0 says
 // that there is none yet; then x is read twice and gets the scale of its own amax.
 template <class In, class To>
-void delayed(const void* from, int64_t count, float reach, float* scale, uint8_t* codes, float* largest, int threads) {
+void delayed(const void* from, int64_t count, float* scale, uint8_t* codes, float* largest, int threads) {
   auto* x = static_cast<const typename In::type*>(from);
   constexpr float most = std::numeric_limits<float>::max();
   if (*scale == 0) {
     amax<In>(x, 1, count, WHOLE, largest, threads);
     bool usable = *largest > 0 && *largest <= most;
     // Two roundings, as a number over a tensor has them in PyTorch: reciprocal, then product.
-    *scale = usable ? std::min((1.0f / std::min(*largest * reach, most)) * To::max, most) : 1.0f;
+    *scale = usable ? std::min((1.0f / *largest) * To::max, most) : 1.0f;
   }
   const float s = *scale;
   uint32_t seen = 0;
@@ -181,9 +181,9 @@ void fp8_inputs(const void* x, int dtype, int64_t rows, int64_t cols, int64_t st
   if (dtype == FP16) inputs<Float16>(x, rows, cols, stride, known, codes, scales, threads);
 }
 
-void fp8_delayed(const void* x, int dtype, int64_t count, float reach, int e5m2, float* scale, uint8_t* codes,
+void fp8_delayed(const void* x, int dtype, int64_t count, int e5m2, float* scale, uint8_t* codes,
                  float* largest, int threads) {
-  dispatch<Delayed>(dtype, e5m2, x, count, reach, scale, codes, largest, usable_threads(threads, count));
+  dispatch<Delayed>(dtype, e5m2, x, count, scale, codes, largest, usable_threads(threads, count));
 }
 
 }  // extern "C"

@@ -27,6 +27,7 @@ FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-fPIC", "-fno-trapping-math", "-fno-m
 # Rounding tricks rely on every operation rounding by itself; in a gemm a product and a sum are one instruction.
 SOURCES = {
     "fp8_cast.cpp": ("-ffp-contract=off",),
+    "update_scales.cpp": ("-ffp-contract=off",),
     "scaled_mm.cpp": ("-ffp-contract=fast",),
     "fp8_weight.cpp": ("-ffp-contract=fast",),
     "nvfp4.cpp": ("-ffp-contract=off",),
@@ -185,9 +186,10 @@ def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
     loaded.fp8_amax.argtypes = (pointer, integer, size, size, integer, pointer, integer)
     loaded.fp8_quantize.argtypes = (pointer, integer, size, size, integer, pointer, integer, pointer, integer)
     loaded.fp8_inputs.argtypes = (pointer, integer, size, size, size, pointer, pointer, pointer, integer)
-    loaded.fp8_delayed.argtypes = (
-        *(pointer, integer, size, ctypes.c_float, integer),
-        *(pointer, pointer, pointer, integer),
+    loaded.fp8_delayed.argtypes = (pointer, integer, size, integer, pointer, pointer, pointer, integer)
+    loaded.fp8_update_scales.argtypes = (
+        *(size, size, pointer, pointer, pointer, pointer, pointer),
+        *(ctypes.c_float, ctypes.c_float, ctypes.c_float, integer, integer, integer),
     )
     operand = (pointer, size, size, integer, pointer, size, size, size)
     loaded.fp8_scaled_mm.argtypes = (
@@ -210,7 +212,7 @@ def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
     stack = (pointer, size, size, size, integer, pointer, pointer)
     loaded.nvfp4_experts.argtypes = (*stack, pointer, size, size, size, pointer, integer, pointer, integer)
     loaded.fp8_experts.argtypes = (*stack, size, size, pointer, integer, pointer, integer)
-    for name in ("amax", "quantize", "inputs", "delayed", "scaled_mm", "scaled_grouped_mm", "weight_mm"):
+    for name in ("amax", "quantize", "inputs", "delayed", "update_scales", "scaled_mm", "scaled_grouped_mm", "weight_mm"):
         getattr(loaded, f"fp8_{name}").restype = None
     loaded.nvfp4_matmul.restype = None
     loaded.nvfp4_experts.restype = loaded.fp8_experts.restype = integer

@@ -64,7 +64,7 @@ def _cast(x: Tensor, quant_scale: Tensor, dtype: torch.dtype, block: list[int], 
 
 
 def _new_delayed(
-    x: Tensor, quant_scale: Tensor, dtype: torch.dtype, margin: int, wanted: bool
+    x: Tensor, quant_scale: Tensor, dtype: torch.dtype, wanted: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     codes = x.new_empty(x.shape if wanted else (0,), dtype=dtype)
     return codes, *(x.new_empty((1, 1), dtype=torch.float32) for _ in range(3))  # type: ignore[return-value]
@@ -74,7 +74,6 @@ def _quantize_delayed(
     x: Tensor,
     quant_scale: Tensor,
     dtype: torch.dtype,
-    margin: int,
     wanted: bool,
     codes: Tensor,
     used_scale: Tensor,
@@ -84,14 +83,14 @@ def _quantize_delayed(
     kernels = library()
     if kernels is None:
         amax.copy_(reference.block_amax(x, (WHOLE, WHOLE)))
-        used_scale.copy_(delayed_reference.first_scale(quant_scale, amax, format_of(dtype).max, margin))
+        used_scale.copy_(delayed_reference.first_scale(quant_scale, amax, format_of(dtype).max))
         if wanted:
             codes.copy_(delayed_reference.cast_delayed(x, used_scale, dtype))
     else:
         x = x.contiguous()
         used_scale.copy_(quant_scale)
         kernels.fp8_delayed(
-            *(x.data_ptr(), DTYPES[x.dtype], x.numel(), 2.0**margin, dtype == E5M2.dtype, used_scale.data_ptr()),
+            *(x.data_ptr(), DTYPES[x.dtype], x.numel(), dtype == E5M2.dtype, used_scale.data_ptr()),
             *(codes.data_ptr() if wanted else None, amax.data_ptr(), _threads(x)),
         )
     torch.reciprocal(used_scale, out=dequant_scale)
@@ -117,7 +116,7 @@ cast_op = define(
 )
 # quant_scale: [1, 1], 0 where there is none yet; wanted: whether codes are, or the amax alone.
 quantize_delayed_op = define(
-    "quantize_delayed(Tensor x, Tensor quant_scale, ScalarType dtype, int margin, bool wanted) -> "
+    "quantize_delayed(Tensor x, Tensor quant_scale, ScalarType dtype, bool wanted) -> "
     "(Tensor codes, Tensor used_scale, Tensor dequant_scale, Tensor amax)",
     _new_delayed,
     _quantize_delayed,

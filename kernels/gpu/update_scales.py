@@ -1,15 +1,17 @@
 """Delayed scaling's update of all slots of a format in one launch, bit-equal to ``delayed_scaling.update``.
 
+    saturated   : amax * quant_scale > F, by more than rounding takes back       counted
+    room        = sum of ceil(log2(amax * quant_scale / F)) over the saturated slots, limited by the format
     amax enters the history in place of the oldest one           if it is finite
     m           = max(history)                                   or the newest, or the 99th percentile
-    quant_scale = F / (m * 2**margin), capped to be finite       if m > 0 and this is an ``interval``-th pass
+    quant_scale = F / (m * 2**(margin + room)), capped to be finite      if m > 0 and this is an ``interval``-th pass
     dequant_scale = 1 / quant_scale
     amaxes      = -1                                             nothing recorded, for the pass that begins
     known       = scales                                         of the pass that begins, for whoever reads them
 
 State of C slots, in place: amaxes [C] fp32, -1 where the slot was not part of the pass; history [C, L] fp32, a ring;
-scales [2, C] fp32, (quant, dequant); counts [2, C] int32, (passes, amaxes that entered). known [2, C] fp32: a copy of
-the scales that later updates leave alone.
+scales [2, C] fp32, (quant, dequant); counts [7, C] int32, see ``delayed_scaling.py``. known [2, C] fp32: a copy of
+the scales that later updates leave alone, 0 where the tensor's own amax is to be used.
 """
 
 from __future__ import annotations
@@ -21,13 +23,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..delayed_scaling import limits_of
 from ..delayed_scaling import update as reference
 from .tile import reciprocal
 
 __all__ = ["ALGORITHMS", "reference", "update_scales", "update_scales_kernel"]
 
-ALGORITHMS = {"max": 0, "most_recent": 1, "p99": 2}
-BLOCK_ELEMENTS, NUM_WARPS = 1024, 4  # of the history, a program
+ALGORITHMS = {"max": 0, "most_recent": 1, "p99": 2, "frozen": 3}
+BLOCK_ELEMENTS, NUM_WARPS = 1024, 4  # of the history at a time
 
 
 @triton.jit
@@ -39,66 +42,102 @@ def update_scales_kernel(
     known_ptr,
     slots,
     LARGEST: tl.constexpr,
-    SCALE_BY_MARGIN: tl.constexpr,  # 2.0**margin
+    SATURATED_ABOVE: tl.constexpr,
+    SMALL_BELOW: tl.constexpr,
+    MOST_ROOM: tl.constexpr,
     LENGTH: tl.constexpr,
     LENGTH_POW2: tl.constexpr,  # the next power of two
     ALGORITHM: tl.constexpr,  # a value of ALGORITHMS
     INTERVAL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """BLOCK slots a program."""
+    """One program for all slots, BLOCK of them at a time: ``room`` is the sum over all of them."""
     MOST: tl.constexpr = 3.4028234663852886e38  # the largest FP32
-    slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = slot < slots
+    room = tl.zeros([], tl.int32)
+    for first in range(0, slots, BLOCK):
+        slot = first + tl.arange(0, BLOCK)
+        inside = slot < slots
+        reached, known = _reached(amaxes_ptr, scales_ptr, counts_ptr, slot, inside, slots)
+        saturated = known & (reached > SATURATED_ABOVE)
+        bits = (reached * (1.0 / LARGEST)).to(tl.int32, bitcast=True)
+        over = tl.minimum(tl.maximum(((bits + 0x7FFFFF) >> 23) - 127, 0), 32)
+        room += tl.sum(tl.where(saturated, over, 0), axis=0)
+    room = tl.minimum(room, MOST_ROOM)
+
+    for first in range(0, slots, BLOCK):
+        slot = first + tl.arange(0, BLOCK)
+        inside = slot < slots
+        amax = tl.load(amaxes_ptr + slot, mask=inside, other=-1.0)
+        quant_scale = tl.load(scales_ptr + slot, mask=inside, other=1.0)
+        dequant_scale = tl.load(scales_ptr + slots + slot, mask=inside, other=1.0)
+        passes = tl.load(counts_ptr + slot, mask=inside, other=0)
+        entered = tl.load(counts_ptr + slots + slot, mask=inside, other=0)
+        count_saturated = tl.load(counts_ptr + 2 * slots + slot, mask=inside, other=0)
+        count_clipped = tl.load(counts_ptr + 3 * slots + slot, mask=inside, other=0)
+        count_small = tl.load(counts_ptr + 4 * slots + slot, mask=inside, other=0)
+        margin = tl.load(counts_ptr + 5 * slots + slot, mask=inside, other=0)
+        look = tl.load(counts_ptr + 6 * slots + slot, mask=inside, other=0)
+        reached, known = _reached(amaxes_ptr, scales_ptr, counts_ptr, slot, inside, slots)
+        i = tl.arange(0, LENGTH_POW2)
+        row = slot.to(tl.int64) * LENGTH
+        # Beyond the history: -1, below everything that enters.
+        kept = inside[:, None] & (i < LENGTH)[None, :]
+        history = tl.load(history_ptr + row[:, None] + i[None, :], mask=kept, other=-1.0)
+        # What several warps need each of them reads for itself, and a warp that is late would read what another one
+        # has written by then (triton#1615): all have read before any writes.
+        tl.debug_barrier()
+        tl.store(amaxes_ptr + slot, tl.full([BLOCK], -1.0, tl.float32), mask=inside)
+
+        present = amax != -1.0  # a NaN is present, and does not enter
+        enters = present & (amax >= 0.0) & (amax < float("inf"))
+        newest = entered % LENGTH
+        history = tl.where((i[None, :] == newest[:, None]) & enters[:, None], amax[:, None], history)
+        tl.store(history_ptr + row + newest, amax, mask=inside & enters)
+        passes += present.to(tl.int32)
+        entered += enters.to(tl.int32)
+        count_saturated += (known & (reached > SATURATED_ABOVE)).to(tl.int32)
+        count_clipped += (known & (reached > LARGEST * 2.0)).to(tl.int32)
+        count_small += (known & (amax > 0.0) & (reached < SMALL_BELOW)).to(tl.int32)
+        tl.store(counts_ptr + slot, passes, mask=inside)
+        tl.store(counts_ptr + slots + slot, entered, mask=inside)
+        tl.store(counts_ptr + 2 * slots + slot, count_saturated, mask=inside)
+        tl.store(counts_ptr + 3 * slots + slot, count_clipped, mask=inside)
+        tl.store(counts_ptr + 4 * slots + slot, count_small, mask=inside)
+
+        if ALGORITHM != 3:
+            if ALGORITHM == 0:
+                m = tl.max(history, axis=1)
+            elif ALGORITHM == 1:
+                m = _at(history, i, (entered + (LENGTH - 1)) % LENGTH)
+            else:
+                falling = tl.sort(history, dim=1, descending=True)
+                filled = tl.minimum(tl.maximum(entered, 1), LENGTH)
+                zero = tl.minimum(entered, 0)  # for all that the compiler knows, it is not
+                from_top = _rounded((filled - 1).to(tl.float32) * 0.010000000000000009, zero)  # 1 - 0.99
+                above = tl.floor(from_top)
+                at = above.to(tl.int32)
+                high = _at(falling, i, at)
+                low = _at(falling, i, tl.minimum(at + 1, LENGTH - 1))
+                m = high - _rounded((high - low) * (from_top - above), zero)
+            reach = tl.minimum(m * ((margin + room + 127) << 23).to(tl.float32, bitcast=True), MOST)
+            fresh = tl.minimum(reciprocal(reach) * LARGEST, MOST)
+            due = (present & ((passes % INTERVAL == 0) | (quant_scale == 0.0))) | (room > 0)
+            quant_scale = tl.where(due & (m > 0.0), fresh, quant_scale)
+            dequant_scale = tl.where(quant_scale > 0.0, reciprocal(quant_scale), dequant_scale)
+            tl.store(scales_ptr + slot, quant_scale, mask=inside)
+            tl.store(scales_ptr + slots + slot, dequant_scale, mask=inside)
+        tl.store(known_ptr + slot, tl.where(look == 0, quant_scale, 0.0), mask=inside)
+        tl.store(known_ptr + slots + slot, tl.where(look == 0, dequant_scale, 0.0), mask=inside)
+
+
+@triton.jit
+def _reached(amaxes_ptr, scales_ptr, counts_ptr, slot, inside, slots):
+    """amax * quant_scale, and whether the tensor was quantized with that scale and is finite."""
     amax = tl.load(amaxes_ptr + slot, mask=inside, other=-1.0)
-    quant_scale = tl.load(scales_ptr + slot, mask=inside, other=1.0)
-    dequant_scale = tl.load(scales_ptr + slots + slot, mask=inside, other=1.0)
-    passes = tl.load(counts_ptr + slot, mask=inside, other=0)
-    entered = tl.load(counts_ptr + slots + slot, mask=inside, other=0)
-    i = tl.arange(0, LENGTH_POW2)
-    row = slot.to(tl.int64) * LENGTH
-    # Beyond the history: -1, below everything that enters.
-    kept = inside[:, None] & (i < LENGTH)[None, :]
-    history = tl.load(history_ptr + row[:, None] + i[None, :], mask=kept, other=-1.0)
-    # What several warps need each of them reads for itself, and a warp that is late would read what another one has
-    # written by then (triton#1615): all have read before any writes.
-    tl.debug_barrier()
-    tl.store(amaxes_ptr + slot, tl.full([BLOCK], -1.0, tl.float32), mask=inside)
-
-    present = amax != -1.0  # a NaN is present, and does not enter
-    enters = present & (amax >= 0.0) & (amax < float("inf"))
-    newest = entered % LENGTH
-    history = tl.where((i[None, :] == newest[:, None]) & enters[:, None], amax[:, None], history)
-    tl.store(history_ptr + row + newest, amax, mask=inside & enters)
-    passes += present.to(tl.int32)
-    entered += enters.to(tl.int32)
-    tl.store(counts_ptr + slot, passes, mask=inside)
-    tl.store(counts_ptr + slots + slot, entered, mask=inside)
-
-    if ALGORITHM == 0:
-        m = tl.max(history, axis=1)
-    elif ALGORITHM == 1:
-        m = _at(history, i, (entered + (LENGTH - 1)) % LENGTH)
-    else:
-        falling = tl.sort(history, dim=1, descending=True)
-        known = tl.minimum(tl.maximum(entered, 1), LENGTH)
-        zero = tl.minimum(entered, 0)  # for all that the compiler knows, it is not
-        from_top = _rounded((known - 1).to(tl.float32) * 0.010000000000000009, zero)  # 1 - 0.99
-        above = tl.floor(from_top)
-        at = above.to(tl.int32)
-        high = _at(falling, i, at)
-        low = _at(falling, i, tl.minimum(at + 1, LENGTH - 1))
-        m = high - _rounded((high - low) * (from_top - above), zero)
-
-    reach = tl.minimum(m * SCALE_BY_MARGIN, MOST)
-    fresh = tl.minimum(reciprocal(reach) * LARGEST, MOST)
-    due = present & ((passes % INTERVAL == 0) | (quant_scale == 0.0))
-    quant_scale = tl.where(due & (m > 0.0), fresh, quant_scale)
-    dequant_scale = tl.where(quant_scale > 0.0, reciprocal(quant_scale), dequant_scale)
-    tl.store(scales_ptr + slot, quant_scale, mask=inside)
-    tl.store(scales_ptr + slots + slot, dequant_scale, mask=inside)
-    tl.store(known_ptr + slot, quant_scale, mask=inside)
-    tl.store(known_ptr + slots + slot, dequant_scale, mask=inside)
+    quant_scale = tl.load(scales_ptr + slot, mask=inside, other=0.0)
+    look = tl.load(counts_ptr + 6 * slots + slot, mask=inside, other=0)
+    known = (amax >= 0.0) & (amax < float("inf")) & (quant_scale > 0.0) & (look == 0)
+    return amax * quant_scale, known
 
 
 @triton.jit
@@ -123,31 +162,31 @@ def update_scales(
     counts: Tensor,
     amaxes: Tensor,
     largest: float,
-    margin: int = 0,
     algorithm: str = "max",
     interval: int = 1,
 ) -> Tensor:
     """The update above, in place; ``known`` is returned."""
     known = torch.empty_like(scales)
-    grid, arguments = launch_arguments(*history.shape, largest, margin, algorithm, interval)
+    grid, arguments = launch_arguments(*history.shape, largest, algorithm, interval)
     update_scales_kernel[grid](amaxes, history, scales, counts, known, **arguments, num_warps=NUM_WARPS)
     return known
 
 
 def launch_arguments(
-    slots: int, length: int, largest: float, margin: int, algorithm: str, interval: int
+    slots: int, length: int, largest: float, algorithm: str, interval: int
 ) -> tuple[tuple[int, int, int], dict[str, Any]]:
     """Grid and scalar arguments for a state of ``slots`` histories of ``length``."""
-    length_pow2 = triton.next_power_of_2(length)
-    block = max(1, BLOCK_ELEMENTS // length_pow2)
+    length_pow2, limits = triton.next_power_of_2(length), limits_of(largest)
     arguments = {
         "slots": slots,
         "LARGEST": largest,
-        "SCALE_BY_MARGIN": 2.0**margin,
+        "SATURATED_ABOVE": largest * limits.saturated_above,
+        "SMALL_BELOW": largest * limits.small_below,
+        "MOST_ROOM": limits.most_room,
         "LENGTH": length,
         "LENGTH_POW2": length_pow2,
         "ALGORITHM": ALGORITHMS[algorithm],
         "INTERVAL": interval,
-        "BLOCK": block,
+        "BLOCK": max(1, BLOCK_ELEMENTS // length_pow2),
     }
-    return (max(1, triton.cdiv(slots, block)), 1, 1), arguments
+    return (1, 1, 1), arguments

@@ -1,0 +1,89 @@
+// Delayed scaling's update of all slots of a format: kernels/delayed_scaling.py, `update`, bit for bit, in place.
+//
+//   amaxes [C], history [C, L], scales [2, C], known [2, C]: fp32; counts [7, C]: int32. See the rows of `counts` there.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+namespace {
+
+enum Row { PASSES, ENTERED, SATURATED, CLIPPED, SMALL, MARGIN, LOOK };
+enum Algorithm { MAX, MOST_RECENT, P99, FROZEN };
+
+constexpr float ABSENT = -1.0f, MOST = std::numeric_limits<float>::max(), INF = std::numeric_limits<float>::infinity();
+
+// Of a number above 1, Inf included: 1 up to 2, 2 up to 4, at most 32.
+int ceil_log2(float x) {
+  int32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return std::clamp(((bits + 0x7FFFFF) >> 23) - 127, 0, 32);
+}
+
+float power_of_two(int exponent) {
+  const int32_t bits = (exponent + 127) << 23;
+  float x;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+float summary(const float* history, int64_t length, int32_t entered, int algorithm, std::vector<float>& falling) {
+  if (algorithm == MAX) return *std::max_element(history, history + length);
+  if (algorithm == MOST_RECENT) return history[(entered + length - 1) % length];
+  falling.assign(history, history + length);
+  std::sort(falling.begin(), falling.end(), std::greater<float>());
+  const int64_t known = std::clamp<int64_t>(entered, 1, length);
+  const float from_top = 0.010000000000000009f * static_cast<float>(known - 1);  // 1 - 0.99
+  const float above = std::floor(from_top);
+  const int64_t at = static_cast<int64_t>(above);
+  const float high = falling[at], low = falling[std::min(at + 1, length - 1)];
+  return high - (high - low) * (from_top - above);
+}
+
+}  // namespace
+
+extern "C" void fp8_update_scales(int64_t slots, int64_t length, float* amaxes, float* history, float* scales,
+                                  int32_t* counts, float* known, float largest, float saturated_above,
+                                  float small_below, int most_room, int algorithm, int interval) {
+  auto count = [counts, slots](Row row, int64_t slot) -> int32_t& { return counts[row * slots + slot]; };
+  int room = 0;
+  for (int64_t i = 0; i < slots; ++i) {
+    const float amax = amaxes[i];
+    if (amax == ABSENT) continue;
+    count(PASSES, i) += 1;
+    if (!(amax >= 0 && amax < INF)) continue;
+    history[i * length + count(ENTERED, i) % length] = amax;
+    count(ENTERED, i) += 1;
+    if (scales[i] == 0 || count(LOOK, i)) continue;
+    const float reached = amax * scales[i];
+    if (reached > saturated_above) {
+      count(SATURATED, i) += 1;
+      room += ceil_log2(reached * (1.0f / largest));
+    }
+    count(CLIPPED, i) += reached > largest * 2.0f;
+    count(SMALL, i) += amax > 0 && reached < small_below;
+  }
+  room = std::min(room, most_room);
+  std::vector<float> falling;
+  for (int64_t i = 0; i < slots; ++i) {
+    float *quant_scale = scales + i, *dequant_scale = scales + slots + i;
+    const bool present = amaxes[i] != ABSENT;
+    const bool due = (present && (count(PASSES, i) % interval == 0 || *quant_scale == 0)) || room > 0;
+    if (due && algorithm != FROZEN) {
+      const float m = summary(history + i * length, length, count(ENTERED, i), algorithm, falling);
+      // Two roundings, as a number over a tensor has them in PyTorch: reciprocal, then product.
+      if (m > 0) {
+        const float reach = std::min(m * power_of_two(count(MARGIN, i) + room), MOST);
+        *quant_scale = std::min((1.0f / reach) * largest, MOST);
+      }
+    }
+    if (*quant_scale > 0) *dequant_scale = 1.0f / *quant_scale;
+    amaxes[i] = ABSENT;
+    const bool look = count(LOOK, i);
+    known[i] = look ? 0.0f : *quant_scale;
+    known[slots + i] = look ? 0.0f : *dequant_scale;
+  }
+}
