@@ -28,6 +28,7 @@ from .graph_loss_scale import GraphLossScale, loss_scale_of_compilation
 from .graph_pool import GraphPool, PoolFull
 from .graph_weights import FreshWeights, GraphWeights, open_weights
 from .module_names import ModuleNames, Selection
+from .no_fp8 import note
 from .pass_recorder import PassRecorder
 from .passes.decide import Rules
 from .passes.delay_scales import DelayScales
@@ -38,7 +39,7 @@ from .passes.scale_loss import ScaleLoss
 from .report import Report
 from .report_cache import ReportCache
 from .scaling_state import state_of_compilation
-from .shared_frames import keep_apart, keep_each_apart
+from .shared_frames import keep_apart, keep_each_apart, make_room
 from .target import Target
 from .uncompiled import NO_CACHE, run_uncompiled
 from .warm_up import WarmUp
@@ -74,6 +75,7 @@ class Backend:
         if options:
             raise ValueError(f"options {sorted(options)} and a Backend object contradict: put them in its Config")
         compiled, report = compile_graph(gm, example_inputs, self.config, mode)
+        note(gm, report)
         self.reports.append(report)
         log.info("%s", report.summary())
         return reject_double_backward(compiled)
@@ -110,6 +112,7 @@ def compile_graph(
     state = state_of_compilation(gm) if config.recipe == "delayed" else None
     trains = torch.is_grad_enabled() and any(_has_gradient(item) for item in (*example_inputs, *gm.parameters()))
     keeps_state = state is not None and (trains or state.frozen is not None)
+    make_room(gm)
     if keeps_state:
         keep_each_apart(gm)
     else:
