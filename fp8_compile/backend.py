@@ -75,7 +75,6 @@ class Backend:
         if options:
             raise ValueError(f"options {sorted(options)} and a Backend object contradict: put them in its Config")
         compiled, report = compile_graph(gm, example_inputs, self.config, mode)
-        note(gm, report)
         self.reports.append(report)
         log.info("%s", report.summary())
         return reject_double_backward(compiled)
@@ -143,6 +142,8 @@ def compile_graph(
             break
         except PoolFull as full:
             graph.pool.make_room(full.direction, full.needed)  # type: ignore[union-attr]
+    if strict:
+        note(gm, report)
     if state is not None and not trains:
         compiled = delayed_state.LookAgain(compiled, state)
     return compiled, report
@@ -195,11 +196,12 @@ class _Graph:
         if weights:
             weights.finish()
         if dump:
+            dump.slot_names = pool.names() if pool else {}
             dump.write_report(report)
         if pool and pool.places:
             if not pool.frozen:
                 looking = None if looks_first else self._compile_looking()
-                compiled = delayed_state.LookFirst(compiled, looking, pool)
+                compiled = delayed_state.LookFirst(compiled, looking, pool, weights.slots if weights else ())
             if config.warmup_steps and torch.is_grad_enabled():
                 compiled = WarmUp(compiled, self._compile_warm_up(), pool, config.warmup_steps)
             recorder = PassRecorder(dump.path, pool) if dump and dump.trains and config.stats else None

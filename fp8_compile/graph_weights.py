@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensor
 
-from fp8_compile.passes.slot import FORWARD, Place
+from fp8_compile.passes.slot import FORWARD, Place, Slot
 from fp8_compile.passes.use_weight_cache import CODES, KNOWN, TRANSPOSED, Use, weight_buffer
 
 from .graph_pool import GraphPool, use_from_list
@@ -61,6 +61,11 @@ class GraphWeights:
             return None  # half of the model under autocast, half not: one copy is cached
         self.uses[use.argument] = use
         return self.pool.place_of(entry.slot, FORWARD)
+
+    @property
+    def slots(self) -> set[Slot]:
+        """Of the copies that the graph reads."""
+        return {slot for argument in self.uses if (slot := self.entries[argument].slot) is not None}
 
     def finish(self) -> None:
         """The graph is compiled: drop what it and no other graph reads."""

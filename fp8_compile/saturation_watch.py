@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fp8_compile.kernels.delayed_scaling import CLIPPED, COUNTERS, LOOK, PASSES, QUANT, SATURATED, SMALL
+from fp8_compile.passes.find_matmuls import Role
 from fp8_compile.passes.slot import BACKWARD
 
 from .scaling_page import Page
@@ -115,13 +116,13 @@ class _Copy:
 
     def losses(self) -> Iterator[tuple[str, tuple[int, int, int]]]:
         """(name, (steps, of them saturated, too small)) of each slot that lost something."""
-        if not self._counts[[SATURATED, SMALL]].any():
-            return
         counts = self._counts.tolist()
         for row, slot in enumerate(self.slots):
-            if counts[SATURATED][row] or counts[SMALL][row]:
+            # A large step moves the largest weights by some percent of their size, which is not worth a warning.
+            saturated = counts[CLIPPED if slot.role is Role.WEIGHT else SATURATED][row]
+            if saturated or counts[SMALL][row]:
                 name = f"{self.module}.{slot}" if self.module else str(slot)
-                yield name, (counts[PASSES][row], counts[SATURATED][row], counts[SMALL][row])
+                yield name, (counts[PASSES][row], saturated, counts[SMALL][row])
 
 
 def _clips(page: Page) -> Tensor:
