@@ -27,6 +27,7 @@ FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-fPIC", "-fno-trapping-math", "-fno-m
 # Rounding tricks rely on every operation rounding by itself; in a gemm a product and a sum are one instruction.
 SOURCES = {
     "fp8_cast.cpp": ("-ffp-contract=off",),
+    "fingerprint.cpp": (),
     "scaled_mm.cpp": ("-ffp-contract=fast",),
     "fp8_weight.cpp": ("-ffp-contract=fast",),
     "nvfp4.cpp": ("-ffp-contract=off",),
@@ -210,7 +211,9 @@ def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
     stack = (pointer, size, size, size, integer, pointer, pointer)
     loaded.nvfp4_experts.argtypes = (*stack, pointer, size, size, size, pointer, integer, pointer, integer)
     loaded.fp8_experts.argtypes = (*stack, size, size, pointer, integer, pointer, integer)
-    for name in ("amax", "quantize", "inputs", "delayed", "scaled_mm", "scaled_grouped_mm", "weight_mm"):
+    loaded.fp8_fingerprints.argtypes = (size, pointer, pointer, pointer, pointer)
+    names = ("amax", "quantize", "inputs", "delayed", "scaled_mm", "scaled_grouped_mm", "weight_mm", "fingerprints")
+    for name in names:
         getattr(loaded, f"fp8_{name}").restype = None
     loaded.nvfp4_matmul.restype = None
     loaded.nvfp4_experts.restype = loaded.fp8_experts.restype = integer
