@@ -318,8 +318,11 @@ def _by_device(
     weights: Mapping[CachedWeight, Tensor],
 ) -> tuple[dict[CachedWeight, Tensor], dict[CachedWeight, Tensor]]:
     """Those on the CPU and those on a GPU."""
-    on_cpu = {entry: weight for entry, weight in weights.items() if local(weight).is_cpu}
-    return on_cpu, {entry: weight for entry, weight in weights.items() if entry not in on_cpu}
+    on_cpu: dict[CachedWeight, Tensor] = {}
+    on_gpu: dict[CachedWeight, Tensor] = {}
+    for entry, weight in weights.items():
+        (on_cpu if local(weight).is_cpu else on_gpu)[entry] = weight
+    return on_cpu, on_gpu
 
 
 def _real_unless_fake(like: Tensor) -> Any:
@@ -328,5 +331,5 @@ def _real_unless_fake(like: Tensor) -> Any:
 
 
 def local(weight: Tensor) -> Tensor:
-    """The part of a weight that lies on this rank: all of it but for a DTensor."""
+    """The part of a weight that is on this rank: all of it unless it is a DTensor."""
     return getattr(weight, "_local_tensor", weight)

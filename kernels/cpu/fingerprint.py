@@ -1,6 +1,6 @@
 """Fingerprints of many matrices in one call of the C++ in ``fingerprint.cpp``, or by the reference without a compiler.
 
-Each matrix costs 16 cache lines and page walks: for 48 FP32 matrices of 1024x1024 that are in no cache, 1.9 us each (an
+Each matrix costs 16 cache lines and page walks: for 48 FP32 matrices of 1024x1024 that are in no cache, 2 us each (an
 EPYC in a virtual machine, pages of 4 KB). Twice as many places take 3 us; without the prefetches it is 8.
 """
 
