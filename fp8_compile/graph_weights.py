@@ -16,6 +16,7 @@ from .graph_pool import GraphPool, use_from_list
 from .module_names import real_input
 from .passes.decide import Rules
 from .weight_cache import CachedWeight, WeightCache, local
+from .weight_sampler import Sampler
 
 # Ops that look a weight up and do not multiply by it; all else may end in a matmul.
 LOOKUPS = ("embedding",)
@@ -94,13 +95,13 @@ class FreshWeights:
     """Run ``compiled`` on fresh copies of its weights."""
 
     def __init__(self, compiled: Callable[..., Any], weights: GraphWeights) -> None:
-        self.compiled, self.cache = compiled, weights.cache
+        self.compiled, self.cache, self.sampler = compiled, weights.cache, Sampler(weights.cache)
         self.read = {argument: weights.entries[argument] for argument in weights.uses}
 
     def __call__(self, *args: Any) -> Any:
         weights: dict[CachedWeight, Tensor] = {entry: args[argument] for argument, entry in self.read.items()}
         if not any(isinstance(weight, FakeTensor) for weight in weights.values()):
-            self.cache.ensure_fresh(weights)
+            self.cache.ensure_fresh(weights, self.sampler)
         return self.compiled(*args)
 
 
