@@ -16,9 +16,11 @@ from fp8_compile.kernels.delayed_scaling import (
     LOOK,
     MARGIN,
     QUANT,
+    STEADY,
     update_in_place_op,
 )
 from fp8_compile.passes.delay_scales import UpdateRule
+from fp8_compile.passes.find_matmuls import Role
 from fp8_compile.passes.slot import FROZEN, Slot
 
 
@@ -43,7 +45,7 @@ class Page:
             self.amaxes = torch.full((capacity,), ABSENT, dtype=torch.float32)
             self.history = torch.zeros(capacity, kind.length, dtype=torch.float32)
             self.scales = torch.zeros(2, capacity, dtype=torch.float32)
-            self.counts = torch.zeros(LOOK + 1, capacity, dtype=torch.int32)
+            self.counts = torch.zeros(STEADY + 1, capacity, dtype=torch.int32)
             self.stats = torch.zeros(capacity, 5, dtype=torch.float64)
         self._kept: list[Tensor] | None = None  # for restore(); None: as if no pass had been
 
@@ -53,6 +55,7 @@ class Page:
         row = len(self.slots) - 1
         with unset_fake_temporarily():  # passes run on fake tensors; the state is real
             self.counts.data[MARGIN, row] = self.kind.rule.margin_of(slot.role, self.kind.largest)
+            self.counts.data[STEADY, row] = slot.role is Role.WEIGHT
         return row
 
     def clear(self) -> None:

@@ -18,7 +18,7 @@ What a saturated tensor lost is missing in the amaxes of all tensors computed fr
 widens the scales of every slot for one pass, so that a jump which runs through many layers is over after one step.
 
 State of C slots: amaxes [C] fp32, -1 where the slot was not part of the pass; history [C, L] fp32, a ring; scales
-[2, C] fp32, (quant, dequant); counts [7, C] int32, see ``PASSES`` and the names after it.
+[2, C] fp32, (quant, dequant); counts [8, C] int32, see ``PASSES`` and the names after it.
 
 A quant_scale of 0 says that no amax has entered yet: such a tensor is quantized with its own amax. So is every tensor
 whose slot has ``LOOK`` set, as in a model's first step.
@@ -37,9 +37,9 @@ from .formats import BY_DTYPE, Format, format_of
 
 QUANT, DEQUANT = 0, 1
 # Rows of ``counts``. The first five count passes: all of them, those whose amax entered the history, those in which the
-# tensor was saturated, lost more than half of its largest value, or was too small for its scale. Then two settings:
-# the margin, and whether the tensor's own amax is to be used.
-PASSES, ENTERED, SATURATED, CLIPPED, SMALL, MARGIN, LOOK = range(7)
+# tensor was saturated, lost more than half of its largest value, or was too small for its scale. Then three settings:
+# the margin, whether the tensor's own amax is to be used, and whether it is steady: weights neither cause nor get room.
+PASSES, ENTERED, SATURATED, CLIPPED, SMALL, MARGIN, LOOK, STEADY = range(8)
 COUNTERS = 5
 ABSENT = -1.0
 PERCENTILE = 0.99
@@ -123,8 +123,9 @@ def update(
     if algorithm == "frozen":
         return history, scales.clone(), counts
 
-    over = torch.where(saturated, _ceil_log2(reached * (1.0 / largest)), 0)
-    room = over.sum(dtype=torch.int32).clamp_max(limits.most_room)
+    flows = counts[STEADY] == 0
+    over = torch.where(saturated & flows, _ceil_log2(reached * (1.0 / largest)), 0)
+    room = torch.where(flows, over.sum(dtype=torch.int32).clamp_max(limits.most_room), 0)
     m = _summary(history, counts[ENTERED], algorithm)
     due = (present & ((counts[PASSES] % interval == 0) | (scales[QUANT] == 0))) | (room > 0)
     fresh = scale_of(m, largest, counts[MARGIN] + room)

@@ -1,6 +1,6 @@
 // Delayed scaling's update of all slots of a format: kernels/delayed_scaling.py, `update`, bit for bit, in place.
 //
-//   amaxes [C], history [C, L], scales [2, C], known [2, C]: fp32; counts [7, C]: int32. See the rows of `counts` there.
+//   amaxes [C], history [C, L], scales [2, C], known [2, C]: fp32; counts [8, C]: int32. See the rows of `counts` there.
 
 #include <algorithm>
 #include <cmath>
@@ -11,7 +11,7 @@
 
 namespace {
 
-enum Row { PASSES, ENTERED, SATURATED, CLIPPED, SMALL, MARGIN, LOOK };
+enum Row { PASSES, ENTERED, SATURATED, CLIPPED, SMALL, MARGIN, LOOK, STEADY };
 enum Algorithm { MAX, MOST_RECENT, P99, FROZEN };
 
 constexpr float ABSENT = -1.0f, MOST = std::numeric_limits<float>::max(), INF = std::numeric_limits<float>::infinity();
@@ -61,7 +61,7 @@ extern "C" void fp8_update_scales(int64_t slots, int64_t length, float* amaxes, 
     const float reached = amax * scales[i];
     if (reached > saturated_above) {
       count(SATURATED, i) += 1;
-      room += ceil_log2(reached * (1.0f / largest));
+      if (!count(STEADY, i)) room += ceil_log2(reached * (1.0f / largest));
     }
     count(CLIPPED, i) += reached > largest * 2.0f;
     count(SMALL, i) += amax > 0 && reached < small_below;
@@ -71,12 +71,13 @@ extern "C" void fp8_update_scales(int64_t slots, int64_t length, float* amaxes, 
   for (int64_t i = 0; i < slots; ++i) {
     float *quant_scale = scales + i, *dequant_scale = scales + slots + i;
     const bool present = amaxes[i] != ABSENT;
-    const bool due = (present && (count(PASSES, i) % interval == 0 || *quant_scale == 0)) || room > 0;
+    const int own_room = count(STEADY, i) ? 0 : room;
+    const bool due = (present && (count(PASSES, i) % interval == 0 || *quant_scale == 0)) || own_room > 0;
     if (due && algorithm != FROZEN) {
       const float m = summary(history + i * length, length, count(ENTERED, i), algorithm, falling);
       // Two roundings, as a number over a tensor has them in PyTorch: reciprocal, then product.
       if (m > 0) {
-        const float reach = std::min(m * power_of_two(count(MARGIN, i) + room), MOST);
+        const float reach = std::min(m * power_of_two(count(MARGIN, i) + own_room), MOST);
         *quant_scale = std::min((1.0f / reach) * largest, MOST);
       }
     }

@@ -10,7 +10,7 @@
     known       = scales                                         of the pass that begins, for whoever reads them
 
 State of C slots, in place: amaxes [C] fp32, -1 where the slot was not part of the pass; history [C, L] fp32, a ring;
-scales [2, C] fp32, (quant, dequant); counts [7, C] int32, see ``delayed_scaling.py``. known [2, C] fp32: a copy of
+scales [2, C] fp32, (quant, dequant); counts [8, C] int32, see ``delayed_scaling.py``. known [2, C] fp32: a copy of
 the scales that later updates leave alone, 0 where the tensor's own amax is to be used.
 """
 
@@ -53,7 +53,7 @@ def update_scales_kernel(
 ):
     """One program for all slots, BLOCK of them at a time: ``room`` is the sum over all of them."""
     MOST: tl.constexpr = 3.4028234663852886e38  # the largest FP32
-    room = tl.zeros([], tl.int32)
+    most_room = tl.zeros([], tl.int32)
     for first in range(0, slots, BLOCK):
         slot = first + tl.arange(0, BLOCK)
         inside = slot < slots
@@ -61,8 +61,9 @@ def update_scales_kernel(
         saturated = known & (reached > SATURATED_ABOVE)
         bits = (reached * (1.0 / LARGEST)).to(tl.int32, bitcast=True)
         over = tl.minimum(tl.maximum(((bits + 0x7FFFFF) >> 23) - 127, 0), 32)
-        room += tl.sum(tl.where(saturated, over, 0), axis=0)
-    room = tl.minimum(room, MOST_ROOM)
+        flows = tl.load(counts_ptr + 7 * slots + slot, mask=inside, other=1) == 0
+        most_room += tl.sum(tl.where(saturated & flows, over, 0), axis=0)
+    most_room = tl.minimum(most_room, MOST_ROOM)
 
     for first in range(0, slots, BLOCK):
         slot = first + tl.arange(0, BLOCK)
@@ -77,6 +78,8 @@ def update_scales_kernel(
         count_small = tl.load(counts_ptr + 4 * slots + slot, mask=inside, other=0)
         margin = tl.load(counts_ptr + 5 * slots + slot, mask=inside, other=0)
         look = tl.load(counts_ptr + 6 * slots + slot, mask=inside, other=0)
+        flows = tl.load(counts_ptr + 7 * slots + slot, mask=inside, other=1) == 0
+        room = tl.where(flows, most_room, 0)
         reached, known = _reached(amaxes_ptr, scales_ptr, counts_ptr, slot, inside, slots)
         i = tl.arange(0, LENGTH_POW2)
         row = slot.to(tl.int64) * LENGTH
