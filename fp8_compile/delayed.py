@@ -51,7 +51,7 @@ def open_pool(
     """The slots for a graph, with room for those it may need. One that does not train has frozen scales alone."""
     modules = {names.module_of(node) for node in gm.graph.nodes}
     room = SLOTS_A_MATMUL * max(8, _matmuls(gm))
-    frame = state.begin_graph(frame_key(), str(CompileContext.current_compile_id() or ""))
+    frame = state.begin_graph(frame_key(), CompileContext.try_get())
     return GraphPool(state, _kinds(config, rules, device, trains), room, modules, frame)
 
 
