@@ -93,7 +93,7 @@ class Slot:
     def see(self, x: np.ndarray | torch.Tensor) -> Quantized:
         x = to_numpy(x, np.float32)
         amax = np.max(np.abs(x))  # NaN if there is one
-        quantized = self._quantize(x, self._scale_for(amax))
+        quantized = self._quantize(x, self.scale_for(amax))
         self.record(amax)
         return quantized
 
@@ -102,7 +102,7 @@ class Slot:
         assert self.pending is None, "the page was not updated between two passes"
         self.pending = f32(amax)
 
-    def _scale_for(self, amax: np.float32) -> np.float32:
+    def scale_for(self, amax: np.float32) -> np.float32:
         """The known scale; without one, or where the tensor is looked at first, that of the tensor itself."""
         if self.quant_scale > 0 and not self.look:
             return self.quant_scale
