@@ -16,6 +16,7 @@ from fp8_compile.kernels.delayed_scaling import (
     LOOK,
     MARGIN,
     QUANT,
+    update,
     update_in_place_op,
 )
 from fp8_compile.passes.delay_scales import UpdateRule
@@ -131,6 +132,13 @@ class Page:
             counts[: len(saved["counts"]), row] = saved["counts"]
 
     def prime(self, row: int, amax: float) -> None:
-        """As if a pass had seen that amax."""
-        for amaxes in (self._tensors()[0], self._copies()[0]):
-            amaxes[row] = max(float(amaxes[row]), amax)
+        """As if a pass had seen that amax, with the tensor's own scale: nothing was saturated by it."""
+        for _, *state in (self._tensors(), self._copies()):
+            settings = self.counts.data[COUNTERS:, row : row + 1].clone()
+            settings[LOOK - COUNTERS] = 1
+            history, scales, counts = (state[0][row : row + 1], *(tensor[:, row : row + 1] for tensor in state[1:]))
+            seen = torch.full((1,), amax, dtype=torch.float32, device=history.device)
+            whole = torch.cat([counts, settings])
+            new = update(history, scales, whole, seen, self.kind.largest, *self.kind.rule.arguments)
+            for old, one in zip((history, scales, counts), (*new[:2], new[2][:COUNTERS])):
+                old.copy_(one)

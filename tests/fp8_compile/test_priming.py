@@ -43,6 +43,21 @@ def test_a_calibration_primes_the_scales_of_inputs(early: bool) -> None:
     assert state["0#0.weight.amax_history"].max() == model[0].weight.abs().max(), "weights need no calibration"
 
 
+def test_priming_a_model_that_has_trained_saturates_nothing_and_leaves_the_other_scales_alone() -> None:
+    model = nn.Sequential(nn.Linear(D, 48), nn.Tanh(), nn.Linear(48, D))
+    compiled = torch.compile(model, backend=UncompiledBackend(Config()))
+    for _ in range(2):
+        compiled(1e-3 * torch.randn(8, D)).sum().backward()
+    before = scaling_state(model).state_dict()
+    scaling_state(model).prime(Calibrated(_0=7.0))
+    after = scaling_state(model).state_dict()
+    assert after["0#0.input.counts"].tolist() == [3, 3, 0, 0, 0]
+    assert after["0#0.input.scale"] == torch.tensor(4 * 7.0).reciprocal() * 448
+    assert {key for key in before if not torch.equal(before[key], after[key])} == {
+        f"0#0.input.{field}" for field in ("scale", "amax_history", "counts")
+    }
+
+
 def test_a_product_outside_the_layers_that_were_calibrated_begins_without() -> None:
     class Functional(nn.Module):
         def __init__(self) -> None:
