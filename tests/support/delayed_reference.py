@@ -1,9 +1,10 @@
 """Delayed scaling written a second time: NumPy, one slot after the other, lists instead of rings, and no code of
 ``kernels/``.
 
-A :class:`Slot` follows one tensor through the passes. The slots of a :class:`Page` are updated together: forward tensors
-of a model are one page, gradients another. A :class:`Model` has both, and :class:`Layer` does the three gemms of
-``y = x @ w.T`` in FP64 with operands rounded by the tables of ``fp8_reference``. Scales are FP32, in this order:
+A :class:`Slot` follows one tensor through the passes. The slots of a :class:`Page` are updated together: the forward
+tensors of a model are one page, its gradients another. A :class:`Model` has both, and a :class:`Layer` does the three
+gemms of ``y = x @ w.T`` in FP64 with operands rounded by the tables of ``fp8_reference``. Scales are FP32, in this
+order:
 
     room = sum of ceil(log2(amax * quant_scale / F)) over the saturated slots of the page, limited by the format
     m = max(window), or the newest, or the 99th percentile            window: the last L amaxes that entered
