@@ -47,6 +47,7 @@ class Page:
             self.counts = torch.zeros(LOOK + 1, capacity, dtype=torch.int32)
             self.stats = torch.zeros(capacity, 5, dtype=torch.float64)
         self._kept: list[Tensor] | None = None  # for restore(); None: as if no pass had been
+        self._kept_look = torch.zeros_like(self.counts[LOOK])  # amaxes that wait are counted as they were recorded
 
     def add(self, slot: Slot) -> int:
         """A row for a slot."""
@@ -74,14 +75,14 @@ class Page:
 
     def keep(self) -> None:
         """Remember everything as it is now."""
-        torch._foreach_copy_(self._copies(), self._tensors())
+        torch._foreach_copy_([*self._copies(), self._kept_look], [*self._tensors(), self.counts.data[LOOK]])
 
     def restore(self) -> None:
         """As it was when it was kept; what was loaded or calibrated since then stays."""
         if self._kept is None:
             self.clear()
         else:
-            torch._foreach_copy_(self._tensors(), self._kept)
+            torch._foreach_copy_([*self._tensors(), self.counts.data[LOOK]], [*self._kept, self._kept_look])
 
     def _tensors(self) -> list[Tensor]:
         """What passes change."""
