@@ -81,7 +81,7 @@ extern "C" void fp8_update_scales(int64_t slots, int64_t length, float* amaxes, 
         *quant_scale = std::min((1.0f / reach) * largest, MOST);
       }
     }
-    if (*quant_scale > 0) *dequant_scale = 1.0f / *quant_scale;
+    if (*quant_scale > 0 && algorithm != FROZEN) *dequant_scale = 1.0f / *quant_scale;
     amaxes[i] = ABSENT;
     const bool look = count(LOOK, i);
     known[i] = look ? 0.0f : *quant_scale;
