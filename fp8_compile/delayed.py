@@ -26,7 +26,7 @@ from .module_names import ModuleNames, frame_key
 from .pass_recorder import PassRecorder
 from .passes.decide import Rules
 from .passes.delay_scales import UpdateRule
-from .passes.slot import BACKWARD, FIELDS, FORWARD, FROZEN, STATS, Slot
+from .passes.slot import BACKWARD, FIELDS, FORWARD, FROZEN, STATS, Place, Slot
 from .scaling_page import PageKind
 from .scaling_state import ScalingState
 
@@ -92,6 +92,7 @@ class LookFirst:
         self.state = pool.state
         self.places = {slot: place for slot, place in pool.places.items() if slot not in cached}
         self.epoch = -1  # of the state, when its histories were last found complete
+        self.looks_at: tuple[int, dict[Slot, Place]] = (-1, {})  # the epoch, and the slots that had no history then
 
     def __call__(self, *args: Any) -> Any:
         if self.epoch == self.state.epoch or any(isinstance(arg, FakeTensor) for arg in args):
@@ -104,8 +105,11 @@ class LookFirst:
     def _has_to_look(self) -> bool:
         """Whether histories are missing. A tensor that was zero in all its first passes is not waited for."""
         missing = self.state.without_history(self.places)
+        if self.looks_at[0] != self.state.epoch:
+            # Not at slots that another graph, which has finished looking, has filled: its code may not be able to look.
+            self.looks_at = self.state.epoch, {slot: self.places[slot] for slot in missing}
         waits = any(passes < FIRST_PASSES for passes in missing.values())
-        self.state.look(self.places, waits)
+        self.state.look(self.looks_at[1], waits)
         if waits:
             return True
         if missing and self.looking is not None:

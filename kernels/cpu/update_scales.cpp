@@ -1,6 +1,6 @@
 // Delayed scaling's update of all slots of a format: kernels/delayed_scaling.py, `update`, bit for bit, in place.
 //
-//   amaxes [C], history [C, L], scales [2, C], known [2, C]: fp32; counts [8, C]: int32. See the rows of `counts` there.
+//   amaxes [C], history [C, L], scales [2, C], known [2, C]: fp32; counts [10, C]: int32. See the rows of `counts` there.
 
 #include <algorithm>
 #include <cmath>
@@ -11,9 +11,10 @@
 
 namespace {
 
-enum Row { PASSES, ENTERED, SATURATED, CLIPPED, SMALL, MARGIN, LOOK, STEADY };
+enum Row { PASSES, ENTERED, SATURATED, CLIPPED, SMALL, OVER, HOLD, MARGIN, LOOK, STEADY };
 enum Algorithm { MAX, MOST_RECENT, P99, FROZEN };
 
+constexpr int PASSES_WITH_ROOM = 2;
 constexpr float ABSENT = -1.0f, MOST = std::numeric_limits<float>::max(), INF = std::numeric_limits<float>::infinity();
 
 // Of a number above 1, Inf included: 1 up to 2, 2 up to 4, at most 32.
@@ -52,19 +53,24 @@ extern "C" void fp8_update_scales(int64_t slots, int64_t length, float* amaxes, 
   int room = 0;
   for (int64_t i = 0; i < slots; ++i) {
     const float amax = amaxes[i];
-    if (amax == ABSENT) continue;
-    count(PASSES, i) += 1;
-    if (!(amax >= 0 && amax < INF)) continue;
-    history[i * length + count(ENTERED, i) % length] = amax;
-    count(ENTERED, i) += 1;
-    if (scales[i] == 0 || count(LOOK, i)) continue;
-    const float reached = amax * scales[i];
-    if (reached > saturated_above) {
-      count(SATURATED, i) += 1;
-      if (!count(STEADY, i)) room += ceil_log2(reached * (1.0f / largest));
+    if (amax != ABSENT) {
+      count(PASSES, i) += 1;
+      count(HOLD, i) = std::max(count(HOLD, i) - 1, 0);
     }
-    count(CLIPPED, i) += reached > largest * 2.0f;
-    count(SMALL, i) += amax > 0 && reached < small_below;
+    if (amax >= 0 && amax < INF) {
+      history[i * length + count(ENTERED, i) % length] = amax;
+      count(ENTERED, i) += 1;
+      const float reached = amax * scales[i];
+      const bool known = scales[i] > 0 && !count(LOOK, i), saturated = known && reached > saturated_above;
+      count(SATURATED, i) += saturated;
+      count(CLIPPED, i) += known && reached > largest * 2.0f;
+      count(SMALL, i) += known && amax > 0 && reached < small_below;
+      if (saturated && !count(STEADY, i)) {
+        count(OVER, i) = ceil_log2(reached * (1.0f / largest));
+        count(HOLD, i) = PASSES_WITH_ROOM;
+      }
+    }
+    if (count(HOLD, i)) room += count(OVER, i);
   }
   room = std::min(room, most_room);
   std::vector<float> falling;
