@@ -145,7 +145,7 @@ def test_a_cast_of_nothing_is_nothing(shape) -> None:
 
 def test_the_ops_in_place_do_what_the_functional_ones_do() -> None:
     generator = torch.Generator().manual_seed(1)
-    history, counts = torch.zeros(6, 3), torch.zeros(7, 6, dtype=torch.int32)
+    history, counts = torch.zeros(6, 3), torch.zeros(delayed.STEADY + 1, 6, dtype=torch.int32)
     counts[delayed.MARGIN] = torch.arange(-2, 4)
     counts[delayed.LOOK, 2] = 1
     scales, pending = torch.zeros(2, 6), torch.full((6,), delayed.ABSENT)

@@ -37,7 +37,7 @@ class State:
     def __init__(self, count: int, rule: Rule = Rule(), format: Format = E4M3, margins: Sequence[int] = ()) -> None:
         self.rule, self.format, self.frozen = rule, format, False
         self.history, self.scales = torch.zeros(count, rule.amax_history_len), torch.zeros(2, count)
-        self.counts = torch.zeros(7, count, dtype=torch.int32)
+        self.counts = torch.zeros(delayed.STEADY + 1, count, dtype=torch.int32)
         self.expected = Page(rule, TABLES[format.dtype])
         for slot, margin in enumerate(margins or [0] * count):
             self.expected.slot().margin = margin
@@ -116,7 +116,7 @@ def test_updates_are_those_of_slots_kept_one_by_one_in_numpy(
 @given(st.lists(st.floats(2.0**-20, 2.0**20, width=32), min_size=1, max_size=250), st.sampled_from([4, 16, 200]))
 def test_the_99th_percentile_is_numpys_over_what_has_entered(entered, length) -> None:
     history, scales = torch.zeros(1, length), torch.zeros(2, 1)
-    counts = torch.zeros(7, 1, dtype=torch.int32)
+    counts = torch.zeros(delayed.STEADY + 1, 1, dtype=torch.int32)
     counts[delayed.LOOK] = 1  # no room after an amax that the scale of the percentile before did not hold
     for amax in entered:
         history, scales, counts = delayed.update(history, scales, counts, torch.tensor([amax]), 448.0, "p99")
@@ -125,7 +125,7 @@ def test_the_99th_percentile_is_numpys_over_what_has_entered(entered, length) ->
 
 
 def test_a_pass_in_which_a_slot_was_absent_changes_nothing_of_it() -> None:
-    history, scales, counts = torch.rand(4, 5), torch.rand(2, 4), torch.full((7, 4), 7, dtype=torch.int32)
+    history, scales, counts = torch.rand(4, 5), torch.rand(2, 4), torch.full((delayed.STEADY + 1, 4), 7, dtype=torch.int32)
     absent = torch.full((4,), delayed.ABSENT)
     for look in (0, 1):
         counts[delayed.LOOK] = look
@@ -142,7 +142,7 @@ def test_an_amax_that_is_not_finite_counts_as_a_pass_and_does_not_enter(bad: flo
     history, scales = state.history, state.scales
     state.step(bad)
     assert torch.equal(state.history, history) and torch.equal(state.scales, scales)
-    assert state.counts[:, 0].tolist() == [2, 1, 0, 0, 0, 0, 0], "nor is it a saturated tensor: it has no amax"
+    assert state.counts[:, 0].tolist() == [2, 1, *[0] * 8], "nor is it a saturated tensor: it has no amax"
 
 
 # --- what is counted
@@ -187,7 +187,7 @@ def test_a_tensor_without_a_scale_is_none_of_these() -> None:
     state = State(2)
     state.step(0.0, 1e-30)
     state.step(1e30, math.nan)
-    assert state.counts[delayed.SATURATED : delayed.MARGIN].tolist() == [[0, 0]] * 3
+    assert state.counts[delayed.SATURATED : delayed.MARGIN].tolist() == [[0, 0]] * 5
 
 
 # --- margins and room
@@ -224,15 +224,29 @@ def test_slots_that_were_not_part_of_the_pass_get_room_as_well() -> None:
     assert state.counted(delayed.PASSES) == [2, 1, 0]
 
 
-def test_room_is_gone_after_the_next_pass() -> None:
+def test_room_is_there_until_the_saturated_slot_was_part_of_two_more_passes() -> None:
     state = State(2)
     state.step(1.0, 1.0)
     state.step(4.0, 1.0)
     assert state.reach == [16, 4]
-    state.step(ABSENT, ABSENT)  # no pass at all
+    state.step(ABSENT, 1.0)  # another graph of the model
     assert state.reach == [16, 4]
-    state.step(12.0, 1.0)
-    assert state.reach == pytest.approx([12, 1]) and state.counted(delayed.SATURATED) == [1, 0]
+    state.step(12.0, ABSENT)
+    assert state.reach == pytest.approx([48, 4]), "the other graph has not run since the first one was right"
+    state.step(ABSENT, 3.0)
+    assert state.reach == pytest.approx([48, 12])
+    state.step(12.0, 3.0)
+    assert state.reach == pytest.approx([12, 3]) and state.counted(delayed.SATURATED) == [1, 0]
+
+
+def test_steady_slots_neither_cause_nor_get_room() -> None:
+    state = State(2)
+    state.counts[delayed.STEADY, 0] = state.expected.slots[0].steady = True
+    state.step(1.0, 1.0)
+    state.step(4.0, 1.0)
+    assert state.reach == [4, 1] and state.counted(delayed.SATURATED) == [1, 0]
+    state.step(4.0, 2.0)
+    assert state.reach == [4, 4]
 
 
 @pytest.mark.parametrize("format, most", [(E4M3, 6), (E5M2, 12), (E4M3_FNUZ, 6)], ids=str)
@@ -255,10 +269,10 @@ def test_room_does_not_wait_for_the_interval() -> None:
     state.step(8.0, 0.5)
     assert state.reach == [64, 8]
     state.step(8.0, 0.5)
-    assert state.reach == [8, 1], "the fourth pass"
     state.step(8.0, 0.5)
+    assert state.reach == [64, 8], "the fifth pass: room is no longer needed, and stays until the eighth"
     state.step(8.0, 16.0)
-    assert state.reach == [8 * 16, 16 * 16], "the sixth, because of the second slot"
+    assert state.reach == [8 * 2, 16 * 2], "the sixth, because of the second slot"
 
 
 # --- looking, and frozen scales
@@ -270,7 +284,7 @@ def test_a_slot_that_is_looked_at_is_neither_counted_nor_gives_room_but_gets_its
     state.look(0)
     state.step(100.0, 1.0)
     state.step(1e-6, 1.0)
-    assert state.counts[:, 0].tolist() == [3, 3, 0, 0, 0, 0, 1]
+    assert state.counts[:, 0].tolist() == [3, 3, 0, 0, 0, 0, 0, 0, 1, 0]
     assert state.reach == pytest.approx([100.0, 1.0])
     state.look()
     state.step(400.0, 1.0)
@@ -279,7 +293,7 @@ def test_a_slot_that_is_looked_at_is_neither_counted_nor_gives_room_but_gets_its
 
 def test_what_is_looked_at_has_no_scale_for_the_pass_whatever_the_state_knows() -> None:
     history, scales = torch.zeros(3, 4), torch.tensor([[2.0, 4.0, 0.0], [0.5, 0.25, 0.0]])
-    counts, absent = torch.zeros(7, 3, dtype=torch.int32), torch.full((3,), ABSENT)
+    counts, absent = torch.zeros(delayed.STEADY + 1, 3, dtype=torch.int32), torch.full((3,), ABSENT)
     counts[delayed.LOOK, 1] = 1
     for algorithm in ("max", "frozen"):
         known = delayed.next_scales(absent, history, scales, counts, 448.0, algorithm, 1)
@@ -296,5 +310,5 @@ def test_frozen_scales_stay_while_tensors_are_counted() -> None:
     state.step(50.0, 1e-6, 1.5, 3.0)
     assert torch.equal(state.scales, before)
     assert state.counts[: delayed.COUNTERS].tolist() == [
-        [2, 2, 2, 1], [2, 2, 2, 1], [1, 0, 1, 0], [1, 0, 0, 0], [0, 1, 0, 0],
+        [2, 2, 2, 1], [2, 2, 2, 1], [1, 0, 1, 0], [1, 0, 0, 0], [0, 1, 0, 0], [6, 0, 1, 0], [2, 0, 2, 0],
     ]  # fmt: skip

@@ -6,7 +6,8 @@ tensors of a model are one page, its gradients another. A :class:`Model` has bot
 gemms of ``y = x @ w.T`` in FP64 with operands rounded by the tables of ``fp8_reference``. Scales are FP32, in this
 order:
 
-    room = sum of ceil(log2(amax * quant_scale / F)) over the saturated slots of the page, limited by the format
+    room = sum of ceil(log2(amax * quant_scale / F)) over slots of the page that were saturated and have not been part of
+           two passes since, limited by the format; weights neither cause nor get it
     m = max(window), or the newest, or the 99th percentile            window: the last L amaxes that entered
     quant_scale = fl(fl(1 / fl(m * 2**(margin + room))) * F)          both steps capped at the largest FP32
     own scale = fl(fl(1 / amax) * F)                                  capped likewise
@@ -85,8 +86,9 @@ def powers_beyond(reached: np.float32, format: Fp8) -> int:
 class Slot:
     """One tensor, pass after pass: quantizes it with the scale that is known, and records it."""
 
-    def __init__(self, page: Page, margin: int) -> None:
-        self.page, self.margin, self.look = page, margin, False
+    def __init__(self, page: Page, margin: int, steady: bool) -> None:
+        self.page, self.margin, self.steady, self.look = page, margin, steady, False
+        self.over, self.passes_with_room = 0, 0
         self.entered: list[np.float32] = []
         self.quant_scale, self.pending = f32(0), None
         self.passes = self.saturated = self.clipped = self.small = 0
@@ -109,22 +111,24 @@ class Slot:
             return self.quant_scale
         return scale_of(amax, self.page.format) if 0 < amax < np.inf else f32(1)
 
-    def count(self, amax: np.float32) -> int:
-        """Let an amax enter; by how many powers of two the tensor was saturated."""
+    def count(self, amax: np.float32) -> None:
+        """Let an amax enter, and note by how many powers of two the tensor was saturated."""
         format = self.page.format
         self.passes += 1
+        self.passes_with_room = max(self.passes_with_room - 1, 0)
         if not np.isfinite(amax):
-            return 0
+            return
         self.entered.append(amax)
         if self.look or self.quant_scale == 0:
-            return 0
+            return
         with np.errstate(over="ignore"):
             reached = amax * self.quant_scale
         saturated = saturates(reached, format)
         self.saturated += saturated
         self.clipped += float(reached) > 2 * format.max
         self.small += amax > 0 and float(reached) < format.max * SMALL[format.mantissa_bits]
-        return powers_beyond(reached, format) if saturated else 0
+        if saturated and not self.steady:
+            self.over, self.passes_with_room = powers_beyond(reached, format), 2
 
     def rescale(self, room: int, present: bool) -> None:
         rule = self.page.rule
@@ -149,7 +153,8 @@ class Slot:
     @property
     def counters(self) -> list[int]:
         """In the order of the state's rows."""
-        return [self.passes, len(self.entered), self.saturated, self.clipped, self.small]
+        seen = [self.passes, len(self.entered), self.saturated, self.clipped, self.small]
+        return [*seen, self.over, self.passes_with_room]
 
     @property
     def ring(self) -> np.ndarray:
@@ -176,19 +181,21 @@ class Page:
         self.rule, self.format, self.frozen = rule, format, frozen
         self.slots: list[Slot] = []
 
-    def slot(self, role: str = "weight") -> Slot:
+    def slot(self, role: str = "input") -> Slot:
         """Another slot, for a tensor of that role."""
-        self.slots.append(Slot(self, self.rule.margin_of(role, self.format)))
+        self.slots.append(Slot(self, self.rule.margin_of(role, self.format), role == "weight"))
         return self.slots[-1]
 
     def update(self) -> None:
         """End the pass in which the slots were recorded."""
         seen = [slot for slot in self.slots if slot.pending is not None]
-        beyond = sum(slot.count(slot.pending) for slot in seen)
-        room = min(beyond, MOST_ROOM[self.format.mantissa_bits])
+        for slot in seen:
+            slot.count(slot.pending)
+        needed = sum(slot.over for slot in self.slots if slot.passes_with_room)
+        room = min(needed, MOST_ROOM[self.format.mantissa_bits])
         if not self.frozen:
             for slot in self.slots:
-                slot.rescale(room, slot in seen)
+                slot.rescale(0 if slot.steady else room, slot in seen)
         for slot in seen:
             slot.pending = None
 

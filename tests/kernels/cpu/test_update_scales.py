@@ -31,7 +31,7 @@ class State:
 
     def __init__(self, slots: int, length: int) -> None:
         self.history, self.scales = torch.zeros(slots, length), torch.zeros(2, slots)
-        self.counts = torch.zeros(7, slots, dtype=torch.int32)
+        self.counts = torch.zeros(plain.STEADY + 1, slots, dtype=torch.int32)
         self.counts[plain.MARGIN] = torch.arange(slots) % 9 - 2
 
     def step(self, recorded: torch.Tensor, *rule: Any) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from interpreted import check_same, interpreted
 
-from fp8_compile.kernels.delayed_scaling import LOOK, MARGIN, SATURATED, SMALL
+from fp8_compile.kernels.delayed_scaling import LOOK, MARGIN, SATURATED, SMALL, STEADY
 from fp8_compile.kernels.gpu import tile, update_scales
 
 each_algorithm = pytest.mark.parametrize("algorithm", list(update_scales.ALGORITHMS))
@@ -21,7 +21,7 @@ class State:
     def __init__(self, slots: int, length: int, margin: int | None = 0) -> None:
         self.history = torch.zeros(slots, length)
         self.scales = torch.zeros(2, slots)
-        self.counts = torch.zeros(7, slots, dtype=torch.int32)
+        self.counts = torch.zeros(STEADY + 1, slots, dtype=torch.int32)
         self.counts[MARGIN] = torch.arange(slots) % 9 - 2 if margin is None else margin
 
     def step(self, amaxes: torch.Tensor, *arguments) -> None:
