@@ -218,7 +218,6 @@ class WeightCache:
         for entry, weight in stale.items():
             increment_version(entry.tensors())  # a backward to come must not read what its forward did not
             entry.made_from(weight, self.state.epoch)
-        increment_version([self.known[page] for page in pages])
         self.refreshes += 1
 
     def _look(self, entry: CachedWeight, on: bool) -> None:
@@ -259,8 +258,7 @@ class WeightCache:
             page = self.state.pages[place.page]
             scale = torch.zeros(()) if entry.looked else page.scales[QUANT, place.row]
             used, dequant_scale, amax = self._write(entry, local(weight), scale)
-            known = self.known[place.page]
-            known[QUANT, place.row], known[DEQUANT, place.row] = used.view(()), dequant_scale.view(())
+            self._set_known(place, used.view(()), dequant_scale.view(()))
             record_amax(page.amaxes, amax, place.row)
 
     def _write(self, entry: CachedWeight, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -312,7 +310,7 @@ class WeightCache:
             by_page.setdefault(entry.place.page, []).append(entry.place.row)  # type: ignore[union-attr]
         for index, rows in by_page.items():
             scales, at = self.state.pages[index].scales, self._on_device(index, rows)
-            self.known[index].index_copy_(1, at, scales.index_select(1, at))
+            self.known[index].data.index_copy_(1, at, scales.index_select(1, at))
         for entry in stale:
             page, row = self.state.pages[entry.place.page], entry.place.row  # type: ignore[union-attr]
             if not entry.looked:
@@ -324,8 +322,14 @@ class WeightCache:
             weight = local(stale[entry])
             amax = block_amax(weight if entry.via is None else weight.to(entry.via), (WHOLE, WHOLE)).view(())
             used = first_scale(torch.zeros_like(amax), amax, page.kind.largest)
-            known = self.known[entry.place.page]  # type: ignore[union-attr]
-            known[QUANT, row], known[DEQUANT, row] = used, used.reciprocal()
+            assert entry.place is not None
+            self._set_known(entry.place, used, used.reciprocal())
+
+    def _set_known(self, place: Place, quant_scale: Tensor, dequant_scale: Tensor) -> None:
+        """Through .data: a backward that reads this scale reads the copy too, whose version tells whether it is still
+        the one of its forward. A version for all scales of the page would refuse backwards of other weights."""
+        known = self.known[place.page].data
+        known[QUANT, place.row], known[DEQUANT, place.row] = quant_scale, dequant_scale
 
     def _on_device(self, page: int, rows: list[int]) -> Tensor:
         """Rows of a page as an index. A list of numbers would be copied to the device anew each step, which waits for
