@@ -1,10 +1,9 @@
 """Delayed scaling in the backend: a graph gets its part of the model's state, and its first passes are looked after.
 
 The first passes of a graph have no history to take scales from: until its backward has run once, every tensor is
-quantized with its own amax, also where the graph is called several times before. CPU code has both ways in it, and a
-flag in the state chooses. GPU code could look at a tensor first only by reading every tensor twice, on every pass. There
-the first passes run through an uncompiled twin of the graph; when all slots have a history, the compiled code takes
-over.
+quantized with its own amax, also where the graph is called several times before. CPU code can do both, and a flag in
+the state chooses. GPU code could look at a tensor first only by reading every tensor twice, on every pass. There the
+first passes run through an uncompiled twin of the graph; when all slots have a history, the compiled code takes over.
 """
 
 from __future__ import annotations

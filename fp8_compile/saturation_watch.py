@@ -74,7 +74,8 @@ class SaturationWatch(Part):
         if not new:
             return
         self._told.update({name: sum(losses[1:]) for name, losses in new.items()})
-        shown = [lost_numbers(name, *losses) for name, losses in sorted(new.items(), key=lambda item: -sum(item[1][1:]))]
+        worst_first = sorted(new.items(), key=lambda item: -sum(item[1][1:]))
+        shown = [lost_numbers(name, *losses) for name, losses in worst_first]
         more = f"; and {len(shown) - SHOWN} more" if len(shown) > SHOWN else ""
         log.warning(
             "delayed scaling lost numbers: %s%s. A tensor changed by more than its scale leaves room for. Seldom, it "

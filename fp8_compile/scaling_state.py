@@ -182,7 +182,7 @@ class ScalingState:
         return True
 
     def freeze(self, reach: Mapping[str, float]) -> None:
-        """Let inference quantize inputs with fixed scales: by slot or layer, the magnitude that the scale reaches to."""
+        """Let inference quantize inputs with fixed scales, which reach to these magnitudes, by slot or layer."""
         self.frozen = dict(reach)
         for slot, place in self.slots():
             page = self.pages[place.page]

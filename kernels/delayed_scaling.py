@@ -40,8 +40,8 @@ from .formats import BY_DTYPE, Format, format_of
 QUANT, DEQUANT = 0, 1
 # Rows of ``counts``. The first five count passes: all of them, those whose amax entered the history, those in which the
 # tensor was saturated, lost more than half of its largest value, or was too small for its scale. The next two are the
-# exponent by which it was saturated last, and for how many of its passes that still gives room. Then three settings: the
-# margin, whether the tensor's own amax is to be used, and whether it is steady: weights neither cause nor get room.
+# exponent by which it was saturated last, and for how many of its passes that still gives room. Then three settings:
+# the margin, whether the tensor's own amax is to be used, and whether it is steady: weights neither cause nor get room.
 PASSES, ENTERED, SATURATED, CLIPPED, SMALL, OVER, HOLD, MARGIN, LOOK, STEADY = range(10)
 COUNTERS = 7
 PASSES_WITH_ROOM = 2

@@ -12,7 +12,6 @@ import pytest
 import torch
 from absent_gpu import absent_gpu
 from delayed_reference import Model, Rule
-from fp8_reference import E4M3, E5M2
 from grouped import Layer, offsets_of
 from torch import nn
 from transformers import (

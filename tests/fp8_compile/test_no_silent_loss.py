@@ -1,4 +1,4 @@
-"""Delayed scaling in everyday situations: as good as tensorwise from the first step on, or the state says what was lost.
+"""Delayed scaling in everyday situations: as good as tensorwise from the first step on, or the state says what is lost.
 
 Each test trains or runs a model in an order that once spoiled a scale, and compares with FP64. The allowance is the one
 that the recipe promises: 2 dB below what ``tensorwise`` reaches on the same weights and data.

@@ -31,10 +31,13 @@ def same_bits(found: torch.Tensor, expected: Any) -> bool:
     return found.shape == wanted.shape and found.numpy().tobytes() == wanted.tobytes()
 
 
+PLAIN = Rule()
+
+
 class State:
     """C slots as tensors, and beside them the same slots of a page in NumPy."""
 
-    def __init__(self, count: int, rule: Rule = Rule(), format: Format = E4M3, margins: Sequence[int] = ()) -> None:
+    def __init__(self, count: int, rule: Rule = PLAIN, format: Format = E4M3, margins: Sequence[int] = ()) -> None:
         self.rule, self.format, self.frozen = rule, format, False
         self.history, self.scales = torch.zeros(count, rule.amax_history_len), torch.zeros(2, count)
         self.counts = torch.zeros(delayed.STEADY + 1, count, dtype=torch.int32)
@@ -125,7 +128,8 @@ def test_the_99th_percentile_is_numpys_over_what_has_entered(entered, length) ->
 
 
 def test_a_pass_in_which_a_slot_was_absent_changes_nothing_of_it() -> None:
-    history, scales, counts = torch.rand(4, 5), torch.rand(2, 4), torch.full((delayed.STEADY + 1, 4), 7, dtype=torch.int32)
+    history, scales = torch.rand(4, 5), torch.rand(2, 4)
+    counts = torch.full((delayed.STEADY + 1, 4), 7, dtype=torch.int32)
     absent = torch.full((4,), delayed.ABSENT)
     for look in (0, 1):
         counts[delayed.LOOK] = look

@@ -14,8 +14,8 @@ from torch import fx, nn
 from torch._functorch._aot_autograd.descriptors import BufferAOTInput
 from torch._subclasses import FakeTensorMode
 
-from fp8_compile.kernels.delayed_scaling import STEADY
 from fp8_compile.kernels import delayed_scaling
+from fp8_compile.kernels.delayed_scaling import STEADY
 from fp8_compile.kernels.formats import E4M3, E4M3_FNUZ, E5M2
 from fp8_compile.passes.delay_scales import DelayScales, UpdateRule
 from fp8_compile.passes.find_matmuls import Role
@@ -60,7 +60,8 @@ def add_state(graph: fx.Graph, rows: int, *, stats: bool = False, frozen: bool =
     """Placeholders for a page per direction, as the backend's buffers become."""
     first = next(iter(graph.nodes))
     mode: FakeTensorMode = first.meta["val"].fake_mode
-    shapes = {"amaxes": (rows,), "history": (rows, LENGTH), "scales": (2, rows), "counts": (STEADY + 1, rows), STATS: (rows, 5)}
+    shapes = {"amaxes": (rows,), "history": (rows, LENGTH), "scales": (2, rows), "counts": (STEADY + 1, rows)}
+    shapes[STATS] = (rows, 5)
     dtypes = {"counts": torch.int32, STATS: torch.float64}
     with graph.inserting_before(first):
         for direction in (FORWARD, BACKWARD, FROZEN)[: 3 if frozen else 2]:

@@ -6,8 +6,8 @@ tensors of a model are one page, its gradients another. A :class:`Model` has bot
 gemms of ``y = x @ w.T`` in FP64 with operands rounded by the tables of ``fp8_reference``. Scales are FP32, in this
 order:
 
-    room = sum of ceil(log2(amax * quant_scale / F)) over slots of the page that were saturated and have not been part of
-           two passes since, limited by the format; weights neither cause nor get it
+    room = sum of ceil(log2(amax * quant_scale / F)) over slots of the page that were saturated and have not been part
+           of two passes since, limited by the format; weights neither cause nor get it
     m = max(window), or the newest, or the 99th percentile            window: the last L amaxes that entered
     quant_scale = fl(fl(1 / fl(m * 2**(margin + room))) * F)          both steps capped at the largest FP32
     own scale = fl(fl(1 / amax) * F)                                  capped likewise
