@@ -49,7 +49,7 @@ def open_pool(
 ) -> GraphPool:
     """The slots for a graph, with room for those it may need. One that does not train has frozen scales alone."""
     modules = {names.module_of(node) for node in gm.graph.nodes}
-    room = SLOTS_A_MATMUL * max(8, _matmuls(gm))
+    room = SLOTS_A_MATMUL * max(1, _matmuls(gm))
     frame = state.begin_graph(frame_key(), CompileContext.try_get())
     return GraphPool(state, _kinds(config, rules, device, trains), room, modules, frame)
 
@@ -105,12 +105,11 @@ class LookFirst:
         """Whether histories are missing. A tensor that was zero in all its first passes is not waited for."""
         missing = self.state.without_history(self.places)
         if self.looks_at[0] != self.state.epoch:
-            # Not at slots that another graph, which has finished looking, has filled: its code may not be able to look.
             self.looks_at = self.state.epoch, {slot: self.places[slot] for slot in missing}
-        waits = any(passes < FIRST_PASSES for passes in missing.values())
-        self.state.look(self.looks_at[1], waits)
-        if waits:
+        if any(passes < FIRST_PASSES for passes in missing.values()):
+            self.state.begin_looking(self.looks_at[1])
             return True
+        self.state.finish_looking(self.places)
         if missing and self.looking is not None:
             log.warning(
                 "%d tensors were zero or not finite in the first %d passes and start with a scale of 1: %s",

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from .scaling_state import ScalingState
 
 
+LEAST_ROWS = 32  # of a page
+
+
 class PoolFull(Exception):
     """A graph has more quantized tensors than was foreseen: ``needed`` rows would do."""
 
@@ -61,11 +64,12 @@ class GraphPool:
         return FROZEN in self._kinds
 
     def make_room(self, direction: str, room: int) -> None:
-        """A page more unless the last one has that many rows left."""
+        """Another page unless the last one has that many rows left. It is large enough for some graphs more: those on
+        other sides of graph breaks give each other room after a jump only if they share it."""
         kind, pages = self._kinds[direction], self._pages[direction]
         last = self.state.pages[pages[-1]] if pages else None
         if last is None or last.capacity - len(last.slots) < room:
-            self.state.pages.append(Page(kind, room, self.state.unit(kind.direction)))
+            self.state.pages.append(Page(kind, max(LEAST_ROWS, 2 * room), self.state.unit(kind.direction)))
             pages.append(len(self.state.pages) - 1)
 
     def buffers(self, fields: Iterable[str]) -> dict[str, Tensor]:
@@ -102,7 +106,7 @@ class GraphPool:
             index = self._pages[direction][-1]
             page = self.state.pages[index]
             if len(page.slots) == page.capacity:
-                raise PoolFull(direction, 2 * page.capacity)
+                raise PoolFull(direction, page.capacity)
             place = self.places[slot] = Place(index, page.add(slot))
             self.state.fill(slot, tensor, page, place.row)
         return place

@@ -55,6 +55,7 @@ class ScalingState:
         self.uses: dict[str, list[tuple[str, str, int]]] = {}  # by parameter or product: frame, line, ordinal of each
         self._old_names: dict[str, set[Slot]] = {}  # of slots, as version 0.1 named them
         self._loaded_by_old_name: set[str] = set()
+        self._looked: tuple[int, set[Slot]] = (-1, set())  # the epoch, and slots of graphs that have finished looking
         self._parts: dict[str, tuple[Any, int]] = {}  # frame -> its newest compilation, and how many graphs that made
         self.frozen: dict[str, float] | None = None  # by slot or layer: up to which magnitude inference holds inputs
         self.gradient_unit = 1.0  # the loss scale: gradients inside graphs are that many times as large
@@ -279,8 +280,20 @@ class ScalingState:
             found.update({page.slots[row]: passes[row] for row in rows if scales[row] == 0})
         return found
 
-    def look(self, places: Mapping[Slot, Place], on: bool) -> None:
-        """Whether the tensors of these slots are scaled by their own amax, whatever is known of them."""
+    def begin_looking(self, places: Mapping[Slot, Place]) -> None:
+        """Have tensors scaled by their own amax, whatever is known of them, unless a graph that has finished looking
+        reads them too: its code may not be able to look."""
+        if self._looked[0] != self.epoch:
+            self._looked = self.epoch, set()
+        self._look({slot: place for slot, place in places.items() if slot not in self._looked[1]}, True)
+
+    def finish_looking(self, places: Mapping[Slot, Place]) -> None:
+        """All slots of a graph have a history, or are not waited for: from now on it reads the scales of the state."""
+        looked = self._looked[1] if self._looked[0] == self.epoch else set()
+        self._looked = self.epoch, looked | set(places)
+        self._look(places, False)
+
+    def _look(self, places: Mapping[Slot, Place], on: bool) -> None:
         for index, rows in _rows_by_page(places.values()).items():
             self.pages[index].look(rows, on)
 

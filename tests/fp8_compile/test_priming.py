@@ -51,7 +51,7 @@ def test_priming_a_model_that_has_trained_saturates_nothing_and_leaves_the_other
     before = scaling_state(model).state_dict()
     scaling_state(model).prime(Calibrated(_0=7.0))
     after = scaling_state(model).state_dict()
-    assert after["0#0.input.counts"].tolist() == [3, 3, 0, 0, 0]
+    assert after["0#0.input.counts"].tolist() == [3, 3, *[0] * 5]
     assert after["0#0.input.scale"] == torch.tensor(4 * 7.0).reciprocal() * 448
     assert {key for key in before if not torch.equal(before[key], after[key])} == {
         f"0#0.input.{field}" for field in ("scale", "amax_history", "counts")

@@ -167,7 +167,7 @@ def test_the_state_says_first_whether_numbers_were_lost() -> None:
         compiled(factor * torch.randn(TOKENS, D)).sum().backward()
     head, line = repr(scaling_state(model)).splitlines()
     assert head == "ScalingState of 3 tensors, 3 steps; 1 lost numbers:"
-    assert line == "  #0.input: saturated in 1 of 3 steps, too small for its scale in 1 of 3 steps"
+    assert line == "  #0.input was saturated in 1 of 3 steps and too small for its scale in 1 of 3 steps"
 
 
 # --- off
