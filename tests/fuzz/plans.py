@@ -1,0 +1,56 @@
+"""A plan is a model of the zoo and a sequence of operations on it; how plans are drawn, and on which subject they run."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Callable, Sequence
+
+import torch
+from hypothesis import strategies as st
+from operations import Operation, sequences
+from sequence_run import SequenceRun
+from subject import Subject
+from zoo import ENTRIES, ZOO
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """``dynamic``: compiled for all numbers of tokens at once. ``recompiling``: may attach, and may forget code."""
+
+    model: str
+    operations: tuple[Operation, ...]
+    adam: bool = False
+    dynamic: bool = False
+    recompiling: bool = False
+
+
+def plans(models: Sequence[str] = tuple(ZOO), *, recompiling: bool = False) -> st.SearchStrategy[Plan]:
+    def of(model: str) -> st.SearchStrategy[Plan]:
+        operations = sequences(ENTRIES.get(model, 1), recompiling=recompiling).map(tuple)
+        dynamic = st.booleans() if model in DYNAMIC else st.just(False)
+        return st.builds(Plan, st.just(model), operations, st.booleans(), dynamic, st.just(recompiling))
+
+    return st.sampled_from(models).flatmap(of)
+
+
+# Batch sizes, grad modes and inputs with and without gradients each have a graph. At its limit Dynamo would run the
+# model uncompiled, which a comparison with FP8 does not find.
+GRAPHS = {"recompile_limit": 1024, "accumulated_recompile_limit": 8192}
+DYNAMIC = ("NormMlp", "RawAcrossBreak")  # the rest become dynamic by themselves, at their second number of tokens
+
+
+class Subjects:
+    """Models that are compiled when they are first asked for, and stay compiled."""
+
+    def __init__(self, new_backend: Callable[[], Any]) -> None:
+        self._new_backend = new_backend
+        self._made: dict[tuple[str, bool, bool], Subject] = {}
+
+    def run(self, plan: Plan) -> SequenceRun:
+        key = plan.model, plan.dynamic, plan.recompiling
+        with torch._dynamo.config.patch(GRAPHS):
+            if key not in self._made:
+                self._made[key] = Subject(plan.model, self._new_backend(), dynamic=plan.dynamic or None)
+            run = SequenceRun(self._made[key], adam=plan.adam)
+            run.run(plan.operations)
+        return run

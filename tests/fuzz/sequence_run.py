@@ -1,0 +1,156 @@
+"""Carry out a sequence of operations on a subject and compare every call with stateless FP8."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Callable, Iterable
+
+import torch
+from calls import Call, forward, train
+from comparison import ALLOWED_DB, Gap, Tensors, find_gaps
+from lost_numbers import Warnings, counted
+from operations import (
+    Attach,
+    Average,
+    ForgetCode,
+    Forward,
+    LoadWeights,
+    Look,
+    Operation,
+    Resume,
+    RoundTrip,
+    Save,
+    Train,
+)
+from stateless_fp8 import StatelessFp8
+from subject import Subject
+from torch import nn
+from zoo import Entry
+
+from fp8_compile.scaling_state import states_within
+
+Run = Callable[[Entry, nn.Module, list[Call]], list[Any]]
+STILL_SATURATED = "still saturated in the next step on the same data"
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """A call with a gap. ``said``: what the engine said of numbers that this call lost."""
+
+    subject: str
+    position: int  # in the sequence
+    operation: Operation
+    gap: Gap
+    said: tuple[str, ...]
+    unforgiven: str = ""  # why it is a failure all the same
+
+    @property
+    def is_failure(self) -> bool:
+        return not self.said or bool(self.unforgiven)
+
+    def __str__(self) -> str:
+        said = f"said: {', '.join(self.said)}" if self.said else "nothing was said"
+        return f"{self.subject}, operation {self.position}, {self.gap} ({self.unforgiven or said})\n    {self.operation}"
+
+
+class SequenceRun:
+    """The calls of one sequence so far, and what was found."""
+
+    def __init__(self, subject: Subject, *, adam: bool = False) -> None:
+        self.subject = subject
+        self.findings: list[Finding] = []
+        self.calls = self.tensors = 0
+        self._position = self._draws = 0
+        subject.restart(adam=adam)
+
+    def run(self, operations: Iterable[Operation]) -> list[Finding]:
+        for self._position, operation in enumerate(operations):
+            self._carry_out(operation)
+        return self.findings
+
+    def _carry_out(self, operation: Operation) -> None:
+        subject = self.subject
+        match operation:
+            case Train():
+                self._train(operation)
+            case Forward():
+                self._forward(operation, operation)
+            case Average(factor, evaluation):
+                own = subject.average(factor)
+                if evaluation is not None:
+                    self._forward(evaluation, operation)
+                subject.put(own)
+            case LoadWeights(factor):
+                subject.load_weights(subject.first_weights, factor)
+            case RoundTrip():
+                subject.load_scaling(subject.scaling())
+            case Save():
+                subject.save()
+            case Resume():
+                subject.resume()
+            case Look():
+                for state in states_within(subject.model).values():
+                    state.stats()
+            case Attach():
+                subject.toggle_attached()
+            case ForgetCode():
+                torch.compiler.reset()
+
+    def _train(self, operation: Train) -> None:
+        calls = [Call.draw(batch, self._seed(), operation.input_grad) for batch in operation.batches]
+        findings = self._step(operation, calls)
+        if not operation.again:
+            return
+        was_saturated = any(_saturated(finding.said) for finding in findings)
+        again = self._step(operation, calls)
+        if was_saturated:
+            self.findings[len(self.findings) - len(again) :] = [
+                dataclasses.replace(one, unforgiven=STILL_SATURATED) if _saturated(one.said) else one for one in again
+            ]
+
+    def _step(self, operation: Train, calls: list[Call]) -> list[Finding]:
+        """One step of the optimizer. What was said can be told for each micro-batch, unless they run together."""
+        gradients, findings = [], []
+        for group in [calls] if operation.together else [[call] for call in calls]:
+            results, found = self._compare(operation, operation.entry, group, train)
+            gradients += results
+            findings += found
+        self.subject.step(gradients)
+        return findings
+
+    def _forward(self, operation: Forward, within: Operation) -> None:
+        def run(entry: Entry, model: nn.Module, calls: list[Call]) -> list[Tensors]:
+            return [forward(entry, call, operation.mode) for call in calls]
+
+        self._compare(within, operation.entry, [Call.draw(operation.batch, self._seed())], run)
+
+    def _compare(self, operation: Operation, entry: int, calls: list[Call], run: Run) -> tuple[list[Any], list[Finding]]:
+        """The engine's results of some calls, and the gaps in them."""
+        subject = self.subject
+        subject.synchronize()
+        before = counted(subject.model)
+        with Warnings() as warnings:
+            results = run(subject.entries[entry], subject.model, calls)
+        risen = counted(subject.model) - before
+        said = (*sorted(risen), *warnings.messages)
+        twin, findings = subject.twin_entries[entry], []
+        for call, result in zip([call.double() for call in calls], results):
+
+            def simulate(luck: torch.Generator | None, call: Call = call) -> Tensors:
+                with StatelessFp8(luck):
+                    return run(twin, subject.twin, [call])[0]
+
+            gaps = find_gaps(result, run(twin, subject.twin, [call])[0], simulate)
+            self.calls, self.tensors = self.calls + 1, self.tensors + len(gaps)
+            found = [gap for gap in gaps if gap.size > ALLOWED_DB]
+            findings += [Finding(subject.name, self._position, operation, gap, said) for gap in found]
+        self.findings += findings
+        return results, findings
+
+    def _seed(self) -> int:
+        self._draws += 1
+        return self._draws
+
+
+def _saturated(said: Iterable[str]) -> bool:
+    return any(one.endswith(" saturated") for one in said)
