@@ -35,6 +35,8 @@ class Call:
             x[torch.arange(batch.rows) != chosen] = 0
         elif batch.kind == "outlier":
             x[chosen] *= 100
+        elif batch.kind == "heavy tails":
+            x = x.sign() * (2 * x.abs()).exp()
         elif batch.kind == "zeros":
             x.zero_()
         return cls(x * batch.magnitude, target, input_grad)

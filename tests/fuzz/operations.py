@@ -11,14 +11,14 @@ from typing import Union
 from hypothesis import strategies as st
 
 ROWS = (16, 4, 64, 1, 33)
-MAGNITUDES = (1.0, 1e-1, 10.0, 1e-3, 1e3)
-KINDS = ("normal", "one token", "outlier", "zeros")
+MAGNITUDES = (1.0, 1e-1, 10.0, 100.0, 1e-3, 1e3)
+KINDS = ("normal", "one token", "outlier", "heavy tails", "zeros")
 FACTORS = (1.0, 0.1, 10.0, 1e-2, 1e2)
 
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Rows of tokens: normal, of which all but one are zero, of which one is 100 times as large, or zero."""
+    """Rows of tokens: normal, all but one of them zero, one of them 100 times as large, log-normal, or all zero."""
 
     rows: int = 16
     magnitude: float = 1.0
@@ -28,7 +28,7 @@ class Batch:
 @dataclasses.dataclass(frozen=True)
 class Train:
     """Forward and backward of each micro-batch, then a step of the optimizer. ``together``: all forwards come before
-    the first backward. ``again``: one more such step on the same data, which has to be free of saturation."""
+    the first backward. ``again``: one more such step on the same data, in which nothing may be saturated any more."""
 
     batches: tuple[Batch, ...] = (Batch(),)
     entry: int = 0
@@ -107,9 +107,9 @@ def operations(entries: int, *, recompiling: bool) -> st.SearchStrategy[Operatio
     factor = st.sampled_from(FACTORS)
     average = st.builds(Average, factor, st.none() | forward)
     rest = st.one_of(average, st.builds(LoadWeights, factor), *map(st.builds, (RoundTrip, Save, Resume, Look)))
-    usual = st.one_of(steady, train, train, forward, rest)
+    usual = st.one_of(steady, steady, train, train, train, forward, rest)
     return st.one_of(usual, st.builds(Attach), st.builds(ForgetCode)) if recompiling else usual
 
 
 def sequences(entries: int, *, recompiling: bool = False) -> st.SearchStrategy[list[Operation]]:
-    return st.lists(operations(entries, recompiling=recompiling), min_size=2, max_size=8)
+    return st.lists(operations(entries, recompiling=recompiling), min_size=3, max_size=10)

@@ -12,23 +12,30 @@ from sequence_run import SequenceRun
 from subject import Subject
 from zoo import ENTRIES, ZOO
 
+from fp8_compile import Config
+
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """``dynamic``: compiled for all numbers of tokens at once. ``recompiling``: may attach, and may forget code."""
+    """``dynamic``: compiled for all numbers of tokens at once. ``recompiling``: may attach, and may forget code.
+    ``target``: what the graphs are made for; those for a GPU are interpreted on the CPU."""
 
     model: str
     operations: tuple[Operation, ...]
     adam: bool = False
     dynamic: bool = False
     recompiling: bool = False
+    target: str = "cpu"
 
 
-def plans(models: Sequence[str] = tuple(ZOO), *, recompiling: bool = False) -> st.SearchStrategy[Plan]:
+def plans(
+    models: Sequence[str] = tuple(ZOO), *, targets: Sequence[str] = ("cpu",), recompiling: bool = False
+) -> st.SearchStrategy[Plan]:
     def of(model: str) -> st.SearchStrategy[Plan]:
         operations = sequences(ENTRIES.get(model, 1), recompiling=recompiling).map(tuple)
         dynamic = st.booleans() if model in DYNAMIC else st.just(False)
-        return st.builds(Plan, st.just(model), operations, st.booleans(), dynamic, st.just(recompiling))
+        target = st.sampled_from(targets)
+        return st.builds(Plan, st.just(model), operations, st.booleans(), dynamic, st.just(recompiling), target)
 
     return st.sampled_from(models).flatmap(of)
 
@@ -42,15 +49,15 @@ DYNAMIC = ("NormMlp", "RawAcrossBreak")  # the rest become dynamic by themselves
 class Subjects:
     """Models that are compiled when they are first asked for, and stay compiled."""
 
-    def __init__(self, new_backend: Callable[[], Any]) -> None:
+    def __init__(self, new_backend: Callable[[Config], Any]) -> None:
         self._new_backend = new_backend
-        self._made: dict[tuple[str, bool, bool], Subject] = {}
+        self._made: dict[Plan, Subject] = {}
 
     def run(self, plan: Plan) -> SequenceRun:
-        key = plan.model, plan.dynamic, plan.recompiling
+        key = dataclasses.replace(plan, operations=(), adam=False)
         with torch._dynamo.config.patch(GRAPHS):
             if key not in self._made:
-                self._made[key] = Subject(plan.model, self._new_backend(), dynamic=plan.dynamic or None)
+                self._made[key] = Subject(plan.model, self._new_backend(Config(target=plan.target)), dynamic=plan.dynamic or None)
             run = SequenceRun(self._made[key], adam=plan.adam)
             run.run(plan.operations)
         return run

@@ -30,27 +30,28 @@ from zoo import Entry
 from fp8_compile.scaling_state import states_within
 
 Run = Callable[[Entry, nn.Module, list[Call]], list[Any]]
-STILL_SATURATED = "still saturated in the next step on the same data"
+LARGEST_JUMP = 1024.0  # margin and room of E4M3, 2**8, and the margin that a saturated tensor has filled, 2**2
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """A call with a gap. ``said``: what the engine said of numbers that this call lost."""
+    """A call with a gap. ``said``: what the engine said of numbers that this call lost. ``lasting``: it was saturated
+    before on the same data, and has not recovered."""
 
     subject: str
     position: int  # in the sequence
     operation: Operation
     gap: Gap
     said: tuple[str, ...]
-    unforgiven: str = ""  # why it is a failure all the same
+    lasting: bool = False
 
     @property
     def is_failure(self) -> bool:
-        return not self.said or bool(self.unforgiven)
+        return not self.said or self.lasting
 
     def __str__(self) -> str:
-        said = f"said: {', '.join(self.said)}" if self.said else "nothing was said"
-        return f"{self.subject}, operation {self.position}, {self.gap} ({self.unforgiven or said})\n    {self.operation}"
+        said = ("again: " if self.lasting else "") + (", ".join(self.said) or "nothing was said")
+        return f"{self.subject}, operation {self.position}, {self.gap} ({said})\n    {self.operation}"
 
 
 class SequenceRun:
@@ -61,6 +62,8 @@ class SequenceRun:
         self.findings: list[Finding] = []
         self.calls = self.tensors = 0
         self._position = self._draws = 0
+        self._amaxes: list[float] = []  # of the inputs that were trained on
+        self._weights_replaced = False
         subject.restart(adam=adam)
 
     def run(self, operations: Iterable[Operation]) -> list[Finding]:
@@ -82,12 +85,14 @@ class SequenceRun:
                 subject.put(own)
             case LoadWeights(factor):
                 subject.load_weights(subject.first_weights, factor)
+                self._weights_replaced = True
             case RoundTrip():
                 subject.load_scaling(subject.scaling())
             case Save():
                 subject.save()
             case Resume():
                 subject.resume()
+                self._weights_replaced = True
             case Look():
                 for state in states_within(subject.model).values():
                     state.stats()
@@ -98,15 +103,20 @@ class SequenceRun:
 
     def _train(self, operation: Train) -> None:
         calls = [Call.draw(batch, self._seed(), operation.input_grad) for batch in operation.batches]
+        self._amaxes += [amax for call in calls if (amax := call.x.abs().max().item()) > 0]
         findings = self._step(operation, calls)
         if not operation.again:
             return
-        was_saturated = any(_saturated(finding.said) for finding in findings)
         again = self._step(operation, calls)
-        if was_saturated:
+        if self._has_to_recover and any(_jumped(finding.said) for finding in findings):
             self.findings[len(self.findings) - len(again) :] = [
-                dataclasses.replace(one, unforgiven=STILL_SATURATED) if _saturated(one.said) else one for one in again
+                dataclasses.replace(one, lasting=_jumped(one.said)) for one in again
             ]
+
+    @property
+    def _has_to_recover(self) -> bool:
+        """Whether a jump was one that has to be over after a step. After others weights, ``reset()`` is asked for."""
+        return not self._weights_replaced and max(self._amaxes) <= LARGEST_JUMP * min(self._amaxes)
 
     def _step(self, operation: Train, calls: list[Call]) -> list[Finding]:
         """One step of the optimizer. What was said can be told for each micro-batch, unless they run together."""
@@ -152,5 +162,6 @@ class SequenceRun:
         return self._draws
 
 
-def _saturated(said: Iterable[str]) -> bool:
-    return any(one.endswith(" saturated") for one in said)
+def _jumped(said: Iterable[str]) -> bool:
+    """Whether activations or gradients were saturated. Weights are a little, whenever a step makes the largest grow."""
+    return any(one.endswith(" saturated") and ".weight " not in one for one in said)

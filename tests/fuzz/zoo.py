@@ -150,6 +150,22 @@ class FusedQkv(Whole):
         return q + k / 30 + v * 30
 
 
+class OptionalBranch(nn.Module):
+    """Two graphs of one model that share a layer; one of them has another layer besides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.branch = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, branch: bool = False) -> Tensor:
+        hidden = self.body(x)
+        return self.branch(torch.relu(hidden)) if branch else hidden
+
+    def entries(self, compile: Compile) -> list[Entry]:
+        model = compile(self)
+        return [model, lambda x: model(x, branch=True)]
+
+
 class RepeatedBlock(nn.Module):
     """A block that is compiled by itself and called several times per step, at different magnitudes."""
 
@@ -222,7 +238,7 @@ ZOO: dict[str, type[nn.Module]] = {
     kind.__name__: kind
     for kind in (
         NormMlp, Chain, RawAcrossBreak, UsedTwice, UsedAcrossBreak, LoopWithBreak, CheckpointInside, Parameters,
-        FusedQkv, RepeatedBlock, CheckpointOutside, SharedEncoder, TwoOfOneClass,
+        FusedQkv, OptionalBranch, RepeatedBlock, CheckpointOutside, SharedEncoder, TwoOfOneClass,
     )
 }  # fmt: skip
-ENTRIES = {"SharedEncoder": 2, "TwoOfOneClass": 2}  # how many calls there are to choose from, where not one
+ENTRIES = {"OptionalBranch": 2, "SharedEncoder": 2, "TwoOfOneClass": 2}  # how many calls there are to choose from, where not one
