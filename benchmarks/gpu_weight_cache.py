@@ -7,7 +7,7 @@ delayed     weights quantized in every forward
 cached      read from the cache, as in every micro-batch but the first after an optimizer step
 
 The first micro-batch has the refresh in addition, one launch: each weight is read once and written in both layouts, or
-in one where the GPU reads any.
+in one where the GPU reads any. Each of the others has a launch that checks a sample of every weight, 1 KB at most.
 Counted in the generated code, as in ``gpu_code.py``.
 """
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .config import Config
     from .explain import explain
     from .export import export
+    from .frozen_scales import freeze_scales
     from .kernels.nvfp4.quantize import quantize_nvfp4
     from .kernels.nvfp4.weight import NVFP4Weight
     from .load import LoadedModel, load
@@ -59,6 +60,7 @@ __all__ = [
     "calibrate",
     "explain",
     "export",
+    "freeze_scales",
     "load",
     "load_checkpoint",
     "pack",
@@ -87,6 +89,7 @@ _HOMES = {
     "calibrate": "calibrate",
     "explain": "explain",
     "export": "export",
+    "freeze_scales": "frozen_scales",
     "load": "load",
     "load_checkpoint": "checkpoint",
     "pack": "pack",

@@ -60,7 +60,7 @@ class AmaxReduction(Part):
             step.found_inf = layout.found_inf()
 
     def before_step(self, step: Step) -> None:
-        if not step.skipped:  # otherwise what was recorded is forgotten by who skips
+        if not step.not_finite:  # otherwise what was recorded is forgotten by who skips
             self._update()
 
     def reduce(self) -> None:

@@ -21,6 +21,8 @@ from .graph_loss_scale import is_offered
 from .loss_scaler import LossScaler
 from .loss_scaling import LossScaling
 from .master_weights import MasterWeights
+from .no_fp8 import note_step
+from .saturation_watch import SaturationWatch
 from .saved_scaling import SavedScaling
 from .step_hooks import StepHooks
 from .training_checks import check_compiled, check_once, check_owner, unwrap_model, unwrap_optimizer
@@ -39,6 +41,7 @@ class Training:
         self.model, self.optimizer, self.parts = model, optimizer, parts
         self.skipped_steps = 0
         self._step: Step | None = None
+        self._noted = False  # whether anything of the model runs in FP8
         self._hidden: list[tuple[Tensor, Tensor]] = []  # parameters and their gradients, while a step is skipped
         self._hooks = StepHooks(optimizer, self._prepare, self._finish, self._fail)
         _trainings[optimizer] = weakref.ref(self)
@@ -98,7 +101,9 @@ class Training:
         self._step = step = Step(self.optimizer)
         for part in self.parts:
             part.inspect(step)
-        step.skipped = step.found_inf is not None and bool(step.found_inf)  # waits for the device, once
+        not_finite = step.found_inf is not None and bool(step.found_inf)  # waits for the device, once
+        step.saturated &= not not_finite
+        step.skipped = not_finite or step.saturated
         for part in self.parts:
             part.before_step(step)
         if step.skipped:
@@ -112,6 +117,9 @@ class Training:
         for part in self.parts:
             part.after_step(step)
         self.skipped_steps += step.skipped
+        if not self._noted:
+            self._noted = True
+            note_step(self.model)
 
     def _fail(self) -> None:
         """The step has raised. It may be tried again: what the gradients are known by stays, their overflows too."""
@@ -144,6 +152,7 @@ def attach(
     loss_scale: float | str | LossScaler | None = None,
     master_weights: bool = False,
     weight_cache: bool = True,
+    saturation: str | None = None,
     amax_reduction: str | None = None,
     process_group: Any = None,
 ) -> Training:
@@ -154,6 +163,8 @@ def attach(
                         sets other numbers. Such steps are skipped, as if they had never been.
     ``master_weights``  keep the 16-bit parameters in FP32 for the optimizer.
     ``weight_cache``    quantize weights once a step of the optimizer, not in every forward.
+    ``saturation``      ``"skip"``: skip a step in which a gradient lost more than half of its largest value because
+                        its scale was too old. None: such steps count, and the log says so.
     ``amax_reduction``  ``"max"``: every rank of ``process_group`` (None: all) has the scales of all of them.
                         ``"local"``: its own. None: ``"max"`` where there are several ranks.
     """
@@ -162,6 +173,8 @@ def attach(
     check_owner(module, optimizer)
     check_once(lambda: is_offered(module) or bool(optimizer in _trainings and _trainings[optimizer]()))
     reduces = reduces_amaxes(amax_reduction)
+    if saturation not in (None, "skip"):
+        raise ValueError(f"saturation expects None or 'skip', got {saturation!r}")
     if isinstance(loss_scale, LossScaler) and not loss_scale.is_enabled():
         loss_scale = None
     scaler = loss_scale if isinstance(loss_scale, LossScaler) else None
@@ -174,6 +187,7 @@ def attach(
     if master_weights:
         names = {parameter: name for name, parameter in module.named_parameters()}
         parts.append(MasterWeights(optimizer, names, hooks=False))
+    parts.append(SaturationWatch(module, skip=saturation == "skip", group=process_group if reduces else None))
     if reduces:
         parts.append(AmaxReduction(module, process_group))
     if weight_cache:

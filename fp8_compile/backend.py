@@ -28,6 +28,7 @@ from .graph_loss_scale import GraphLossScale, loss_scale_of_compilation
 from .graph_pool import GraphPool, PoolFull
 from .graph_weights import FreshWeights, GraphWeights, open_weights
 from .module_names import ModuleNames, Selection
+from .no_fp8 import note
 from .pass_recorder import PassRecorder
 from .passes.decide import Rules
 from .passes.delay_scales import DelayScales
@@ -38,7 +39,7 @@ from .passes.scale_loss import ScaleLoss
 from .report import Report
 from .report_cache import ReportCache
 from .scaling_state import state_of_compilation
-from .shared_frames import keep_apart, keep_each_apart
+from .shared_frames import keep_apart, keep_each_apart, make_room
 from .target import Target
 from .uncompiled import NO_CACHE, run_uncompiled
 from .warm_up import WarmUp
@@ -110,6 +111,7 @@ def compile_graph(
     state = state_of_compilation(gm) if config.recipe == "delayed" else None
     trains = torch.is_grad_enabled() and any(_has_gradient(item) for item in (*example_inputs, *gm.parameters()))
     keeps_state = state is not None and (trains or state.frozen is not None)
+    make_room(gm)
     if keeps_state:
         keep_each_apart(gm)
     else:
@@ -140,6 +142,8 @@ def compile_graph(
             break
         except PoolFull as full:
             graph.pool.make_room(full.direction, full.needed)  # type: ignore[union-attr]
+    if strict:
+        note(gm, report)
     if state is not None and not trains:
         compiled = delayed_state.LookAgain(compiled, state)
     return compiled, report
@@ -192,11 +196,12 @@ class _Graph:
         if weights:
             weights.finish()
         if dump:
+            dump.slot_names = pool.names() if pool else {}
             dump.write_report(report)
         if pool and pool.places:
             if not pool.frozen:
                 looking = None if looks_first else self._compile_looking()
-                compiled = delayed_state.LookFirst(compiled, looking, pool)
+                compiled = delayed_state.LookFirst(compiled, looking, pool, weights.slots if weights else ())
             if config.warmup_steps and torch.is_grad_enabled():
                 compiled = WarmUp(compiled, self._compile_warm_up(), pool, config.warmup_steps)
             recorder = PassRecorder(dump.path, pool) if dump and dump.trains and config.stats else None

@@ -10,7 +10,7 @@ over.
 from __future__ import annotations
 
 import logging
-from typing import Any, Callable, Mapping
+from typing import Any, Callable, Container, Mapping
 
 import torch
 from torch import Tensor, fx
@@ -26,7 +26,7 @@ from .module_names import ModuleNames, frame_key
 from .pass_recorder import PassRecorder
 from .passes.decide import Rules
 from .passes.delay_scales import UpdateRule
-from .passes.slot import BACKWARD, FIELDS, FORWARD, FROZEN, STATS
+from .passes.slot import BACKWARD, FIELDS, FORWARD, FROZEN, STATS, Slot
 from .scaling_page import PageKind
 from .scaling_state import ScalingState
 
@@ -80,9 +80,17 @@ class LookFirst:
     goes on looking until a backward has run, because gradients have no history before.
     """
 
-    def __init__(self, compiled: Callable[..., Any], looking: Callable[..., Any] | None, pool: GraphPool) -> None:
+    def __init__(
+        self,
+        compiled: Callable[..., Any],
+        looking: Callable[..., Any] | None,
+        pool: GraphPool,
+        cached: Container[Slot] = (),
+    ) -> None:
+        """``cached``: weights that the graph reads copies of, which have been quantized when it runs."""
         self.compiled, self.looking = compiled, looking
-        self.state, self.places = pool.state, dict(pool.places)
+        self.state = pool.state
+        self.places = {slot: place for slot, place in pool.places.items() if slot not in cached}
         self.epoch = -1  # of the state, when its histories were last found complete
 
     def __call__(self, *args: Any) -> Any:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import fx
 
-from .graph_stages import Stage, capture, encode, mark_sites, saved_for_backward, slots_by_site
+from .graph_stages import Stage, capture, encode, mark_sites, name_slots, saved_for_backward, slots_by_site
 from .passes.find_matmuls import Names
 from .precision_graph import write_dot, write_graphml
 from .report_page import write_page
@@ -63,6 +63,7 @@ class GraphDump:
         self._stages: dict[str, Stage] = {}
         self._saved: dict[str, int] | None = None
         self._report: Report | None = None
+        self.slot_names: dict[str, str] = {}  # of quantized tensors, once the graph is compiled
         self._stopped = False
 
     @classmethod
@@ -145,6 +146,7 @@ class GraphDump:
         """What the page shows beside the rows."""
         sites = {row.node for row in report.rewritten}
         for stage in self._stages.values():
+            name_slots(stage, self.slot_names)
             mark_sites(stage, {row.node: row.gemm for row in report.rows}, sites)
         before, rewritten = self._stages.get("before"), self._stages.get("rewritten")
         if before is None or rewritten is None:

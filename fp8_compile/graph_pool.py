@@ -121,6 +121,10 @@ class GraphPool:
                 return self.places[slot]
         return None
 
+    def names(self) -> dict[str, str]:
+        """Tensor of the graph -> the name of its slot."""
+        return {str(use): str(slot) for use, slot in self._uses.items()}
+
     def to_list(self) -> list[Any]:
         """Plain data for the report cache: what a graph from Inductor's cache has built in."""
         return [[*dataclasses.astuple(use), *dataclasses.astuple(self.places[slot])] for use, slot in self._uses.items()]

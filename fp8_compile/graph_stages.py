@@ -58,7 +58,7 @@ def capture(graph: fx.Graph, id: str, title: str, names: Names | None = None) ->
         fields["name"] = fields["label"]
         fields["phase"] = phase_of(node, {columns["phase"][index] for index in inputs[-1]})
         fields["site"] = printable(node.meta.get("fp8_site", ""))
-        fields["slot"] = printable(node.meta.get("fp8_slot", ""))
+        fields["slot"] = printable(node.meta.get("fp8_use", ""))
         fields["code"] = printable(code_line(node))
         if not fields["module"] and names is not None and node.op == "call_function":
             fields["module"] = printable(names.module_of(node))
@@ -81,6 +81,12 @@ def mark_sites(stage: Stage, gemms: Mapping[str, str], rewritten: set[str]) -> N
                 columns["kind"][index] = "matmul"
         elif columns["kind"][index] == "matmul" and columns["site"][index] in rewritten:
             columns["kind"][index] = "fp8_matmul"
+
+
+def name_slots(stage: Stage, names: Mapping[str, str]) -> None:
+    """Call quantized tensors what the scaling state calls them, once the graph is compiled; others have no name."""
+    column = stage.columns["slot"]
+    column[:] = [slot if slot in names.values() else names.get(slot, "") for slot in column]
 
 
 def slots_by_site(stage: Stage) -> dict[str, list[str]]:

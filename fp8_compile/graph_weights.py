@@ -9,13 +9,14 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensor
 
-from fp8_compile.passes.slot import FORWARD, Place
+from fp8_compile.passes.slot import FORWARD, Place, Slot
 from fp8_compile.passes.use_weight_cache import CODES, KNOWN, TRANSPOSED, Use, weight_buffer
 
 from .graph_pool import GraphPool, use_from_list
 from .module_names import real_input
 from .passes.decide import Rules
 from .weight_cache import CachedWeight, WeightCache, local
+from .weight_sampler import Sampler
 
 # Ops that look a weight up and do not multiply by it; all else may end in a matmul.
 LOOKUPS = ("embedding",)
@@ -62,6 +63,11 @@ class GraphWeights:
         self.uses[use.argument] = use
         return self.pool.place_of(entry.slot, FORWARD)
 
+    @property
+    def slots(self) -> set[Slot]:
+        """Of the copies that the graph reads."""
+        return {slot for argument in self.uses if (slot := self.entries[argument].slot) is not None}
+
     def finish(self) -> None:
         """The graph is compiled: drop what it and no other graph reads."""
         for argument, entry in self.entries.items():
@@ -89,13 +95,13 @@ class FreshWeights:
     """Run ``compiled`` on fresh copies of its weights."""
 
     def __init__(self, compiled: Callable[..., Any], weights: GraphWeights) -> None:
-        self.compiled, self.cache = compiled, weights.cache
+        self.compiled, self.cache, self.sampler = compiled, weights.cache, Sampler(weights.cache)
         self.read = {argument: weights.entries[argument] for argument in weights.uses}
 
     def __call__(self, *args: Any) -> Any:
         weights: dict[CachedWeight, Tensor] = {entry: args[argument] for argument, entry in self.read.items()}
         if not any(isinstance(weight, FakeTensor) for weight in weights.values()):
-            self.cache.ensure_fresh(weights)
+            self.cache.ensure_fresh(weights, self.sampler)
         return self.compiled(*args)
 
 

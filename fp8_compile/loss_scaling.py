@@ -73,7 +73,7 @@ class LossScaling(Part):
     def after_step(self, step: Step) -> None:
         if not self.on:
             return
-        if step.skipped:
+        if step.not_finite:
             self.histories.restore()
         self.graphs.clear()
         if self.setting == "dynamic" and step.found_inf is not None:
@@ -86,8 +86,8 @@ class LossScaling(Part):
         assert scaler is not None and step.found_inf is not None
         scaler.note(step.optimizer, step.found_inf)
         scaler.update()
-        self._good = 0 if step.skipped else self._good + 1
-        if step.skipped:
+        self._good = 0 if step.not_finite else self._good + 1
+        if step.not_finite:
             value = max(scaler.floor, value * scaler.get_backoff_factor())
         elif self._good == scaler.get_growth_interval():
             grown = value * scaler.get_growth_factor()

@@ -245,7 +245,7 @@ class ScalingState:
         head = f"ScalingState of {len(rows)} tensors, {steps} steps; "
         if not lost:
             return head + "none was ever saturated or too small for its scale"
-        return "\n".join([head + f"{len(lost)} lost numbers:", *(f"  {lost_numbers(row)}" for row in lost)])
+        return "\n".join([head + f"{len(lost)} lost numbers:", *(f"  {_lost(row)}" for row in lost)])
 
     def _why_empty(self) -> str:
         return (
@@ -416,6 +416,10 @@ def _is_full(cell: Any) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _lost(row: StatsRow) -> str:
+    return lost_numbers(row.slot, row.steps, row.saturated, row.small)
 
 
 def _rows_by_page(places: Iterable[Place]) -> dict[int, list[int]]:

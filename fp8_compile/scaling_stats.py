@@ -76,14 +76,11 @@ def stats_row(slot: str, page: Page, row: int) -> StatsRow:
     )
 
 
-def lost_numbers(row: StatsRow) -> str:
-    """What a slot lost, in a sentence."""
-    parts = []
-    if row.saturated:
-        parts.append(f"saturated in {row.saturated} of {row.steps} steps")
-    if row.small:
-        parts.append(f"too small for its scale in {row.small} of {row.steps} steps")
-    return f"{row.slot}: {', '.join(parts)}"
+def lost_numbers(slot: str, steps: int, saturated: int, small: int) -> str:
+    """What a slot lost, in words."""
+    kinds = {"saturated": saturated, "too small for its scale": small}
+    parts = [f"{kind} in {count} of {steps} steps" for kind, count in kinds.items() if count]
+    return f"{slot} was {' and '.join(parts)}"
 
 
 def decibel(signal: float, noise: float) -> float:

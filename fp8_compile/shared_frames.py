@@ -3,33 +3,54 @@
 After a graph break Dynamo compiles ``Block.forward`` once and runs it for ``blocks.0`` and ``blocks.1`` alike. Where a
 pattern names only one of them, the code for one is wrong for the other: a guard on the identity of the module makes
 Dynamo compile each by itself. Under delayed scaling that is so for every module: its code holds its scaling state.
+
+Dynamo counts the codes of a frame and gives up at ``recompile_limit``, 8 by default: the rest then runs uncompiled, in
+full precision, and only a line in torch's log says so. The limit is meant for code that is compiled again and again for
+one module. Modules that come new to a frame (blocks, models of a sweep, everything in an ``nn.Sequential``) raise it.
 """
 
 from __future__ import annotations
 
 import logging
+import weakref
+from types import CodeType
 
 from torch import fx, nn
+from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import LocalSource
 
-from .module_names import Selection, compiled_root, frame_module, modules_read
+from .module_names import Selection, compiled_root, frame_code, frame_module, modules_read
 
 log = logging.getLogger("fp8_compile")
 
 
 def keep_each_apart(gm: fx.GraphModule) -> None:
     """Guard the modules that a graph reads, whatever their kind: code with a module's scaling state is for it alone."""
-    for source, module in modules_read(gm).items():
+    for source in modules_read(gm):
         install_guard(source.make_guard(GuardBuilder.ID_MATCH))
-        root = compiled_root() or module
-        alike = sum(type(other) is type(module) for other in root.modules())
-        limit = dynamo_config.recompile_limit
-        if alike >= limit:
-            # At the limit Dynamo runs the rest of the modules uncompiled, in full precision, with no error.
-            dynamo_config.recompile_limit = alike + limit
-            log.info("recompile_limit is now %d: each %s is compiled by itself", alike + limit, type(module).__name__)
+
+
+def make_room(gm: fx.GraphModule) -> None:
+    """Have Dynamo compile the next module that comes to this frame, if this one is new to it."""
+    code, root = frame_code(), compiled_root()
+    if code is None:
+        return
+    known = _compiled_for.setdefault(code, weakref.WeakSet())
+    modules = {*([root] if root is not None else ()), *modules_read(gm).values()}
+    if modules <= set(known):
+        return
+    known.update(modules)
+    codes = len(_debug_get_cache_entry_list(code)) + 1
+    for name, room in (("recompile_limit", ROOM), ("accumulated_recompile_limit", 2 * ROOM)):
+        if codes + ROOM > getattr(dynamo_config, name):
+            setattr(dynamo_config, name, codes + room)
+            log.info("torch._dynamo.config.%s is now %d: several modules run %s", name, codes + room, code.co_name)
+
+
+ROOM = 8  # codes of a frame for one module: forms of its inputs, training and inference
+_compiled_for: weakref.WeakKeyDictionary[CodeType, weakref.WeakSet[nn.Module]] = weakref.WeakKeyDictionary()
 
 
 def keep_apart(selection: Selection) -> None:

@@ -1,14 +1,22 @@
-"""FP8 copies of a model's weights, made once an optimizer step and read by every forward and backward until the next.
+"""FP8 copies of a model's weights, made once per optimizer step and read by every training pass until the next.
 
     copy: q = fp8(w * quant_scale), and its transpose for GPUs that want K contiguous; quant_scale from the history of
           the weight's slot
 
-A copy is as new as its weight: before a forward reads it, the weight's identity, address and version counter are
-compared with those it was made from, and all weights of the model that changed are quantized in one launch. What
-changes a weight without its version counter knowing: an optimizer's fused kernel, so each ``step()`` of any optimizer
-marks what it has in its groups; writing through ``.data``, which nobody can see: call :meth:`WeightCache.invalidate`.
+A copy is as new as its weight. Before a training forward reads it, the weight's identity, address and version counters
+are compared with those it was made from, and all weights of the model that changed are quantized in one launch. Three
+things write to a weight without its version counters knowing:
 
-Without a copy stay the weights of FSDP: each rank would have copies of all of them, which is what sharding is against.
+- Fused optimizers. Each ``step()`` of any optimizer marks what it has in its groups.
+- Writes through ``.data``, as most classes that average weights do them (EMA). A fingerprint of a sample of the weight
+  (``kernels/fingerprint.py``) is compared as well: by the host for weights on a CPU; on a GPU by the kernel that
+  quantizes, which the host does not wait for.
+- The same around an inference pass. After one, :meth:`WeightCache.distrust` has all copies written again.
+
+A write through ``.data`` that changes only a few elements may miss the sample: :meth:`WeightCache.invalidate` is for
+that.
+
+Weights of FSDP have no copy: each rank would hold copies of all of them, which sharding is there to avoid.
 """
 
 from __future__ import annotations
@@ -26,6 +34,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from fp8_compile.kernels.cpu.fingerprint import Fingerprints
 from fp8_compile.kernels.cpu.quantize import quantize_delayed_op
 from fp8_compile.kernels.delayed_scaling import DEQUANT, QUANT, cast_delayed, first_scale
 from fp8_compile.kernels.formats import E4M3, E5M2
@@ -34,7 +43,10 @@ from fp8_compile.kernels.record_amax import record_amax
 from fp8_compile.passes.slot import Place, Slot
 
 if TYPE_CHECKING:
+    from fp8_compile.kernels.gpu.quantize_many import Matrix, QuantizeMany
+
     from .scaling_state import ScalingState
+    from .weight_sampler import Sampler
 
 
 @dataclasses.dataclass(eq=False)
@@ -51,6 +63,8 @@ class CachedWeight:
     marked: bool = False  # as changed, whatever its version says
     epoch: int = -1  # of the state, when the copy was made: replaced histories give other scales
     primed: int = -1  # the epoch in which the slot was found to have a history
+    fingerprint: int | None = None  # of the weight, when the copy was made on a CPU
+    fingerprints: Tensor | None = None  # on a GPU: where the kernel keeps it, once for each tile
 
     def is_stale(self, weight: Tensor, epoch: int) -> bool:
         if self.marked or self.epoch != epoch or self.seen is None or self.current() is not weight:
@@ -81,7 +95,9 @@ class WeightCache:
         self.refreshes = 0
         self._offered: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # weight -> copy, for graphs to come
         self._read: list[weakref.ref[CachedWeight]] = []  # by graphs, which may run with other weights than at first
-        self._launches: Any = None
+        self._distrusted = False
+        self._fingerprints = Fingerprints()
+        self._launches: QuantizeMany | None = None
         self._rows: dict[int, tuple[list[int], Tensor]] = {}  # by page: which were renewed last, there on the device
         _caches.add(self)
 
@@ -115,14 +131,20 @@ class WeightCache:
         return self.known[page]
 
     def invalidate(self, weights: Iterable[Tensor] | None = None) -> None:
-        """Have weights (all of them) quantized again before they are next read."""
+        """These weights, or all of them, have changed: have them quantized again before they are next read. Needed for
+        writes through ``.data`` to a few elements alone, which the samples of a weight may miss."""
         chosen = None if weights is None else {id(weight) for weight in weights}
         for entry in self.copies():
             entry.marked |= chosen is None or id(entry.current()) in chosen
 
     def distrust(self) -> None:
-        """Quantize every weight again before the next training forward, whatever its version says."""
-        self.invalidate()
+        """All weights may have changed: have them quantized again before the next training forward, whatever version
+        counters and fingerprints say. For after each inference pass, around which weights are swapped for their
+        averages and back; it costs nothing here.
+
+        A weight that is seen to be the same gets the copy that it had, so that a backward is not refused because an
+        inference pass was run between it and its forward."""
+        self._distrusted = True
 
     def copies(self) -> list[CachedWeight]:
         """Every copy that a graph reads."""
@@ -136,25 +158,37 @@ class WeightCache:
     def memory_bytes(self) -> int:
         return sum(tensor.nbytes for entry in self.copies() for tensor in entry.tensors())
 
-    def ensure_fresh(self, weights: Mapping[CachedWeight, Tensor]) -> None:
-        """Before a graph that reads these copies of these weights runs: if one is stale, renew all that are."""
+    def ensure_fresh(self, weights: Mapping[CachedWeight, Tensor], sampler: Sampler) -> None:
+        """Before a training graph that reads these copies of these weights runs: if one is stale, renew all that are,
+        those of other graphs too. ``sampler`` is the graph's own."""
         epoch = self.state.epoch
-        if not any(entry.is_stale(weight, epoch) for entry, weight in weights.items()):
-            return
+        fresh = {entry: weight for entry, weight in weights.items() if not entry.is_stale(weight, epoch)}
+        on_cpu, on_gpu = _by_device(fresh)
+        written = sampler.written(on_cpu) if on_cpu else []
+        for entry in written:
+            entry.marked = True
+        with torch.no_grad():
+            stale = self._stale(weights) if written or len(fresh) < len(weights) else {}
+            if stale:
+                self._refresh(stale)
+            if self._distrusted:
+                self._distrusted = False
+                self._write_again(besides=stale)
+            elif on_gpu:  # without those that were just refreshed, which after an optimizer's step are all
+                sampler.renew_written(on_gpu)
+
+    def _stale(self, weights: Mapping[CachedWeight, Tensor]) -> dict[CachedWeight, Tensor]:
+        """Every copy of the model that is, with its weight: the one in ``weights`` if it is there."""
         others = {entry: entry.current() for entry in self.copies()}
         pairs = {entry: weight for entry, weight in {**others, **weights}.items() if weight is not None}
-        stale = {entry: weight for entry, weight in pairs.items() if entry.is_stale(weight, epoch)}
-        with torch.no_grad():
-            self._refresh(stale)
+        return {entry: weight for entry, weight in pairs.items() if entry.is_stale(weight, self.state.epoch)}
 
     def _refresh(self, stale: Mapping[CachedWeight, Tensor]) -> None:
         pages = sorted({entry.place.page for entry in stale})  # type: ignore[union-attr]
         for page in pages:
             self.state.settle_page(page)  # what the pass that begins would do first
-        on_gpu = {entry: weight for entry, weight in stale.items() if local(weight).device.type != "cpu"}
-        for entry, weight in stale.items():
-            if entry not in on_gpu:
-                self._quantize_on_cpu(entry, local(weight))
+        on_cpu, on_gpu = _by_device(stale)
+        self._quantize_on_cpu(on_cpu)
         if on_gpu:
             self._quantize_on_gpu(on_gpu)
         for entry, weight in stale.items():
@@ -163,38 +197,80 @@ class WeightCache:
         increment_version([self.known[page] for page in pages])
         self.refreshes += 1
 
-    def _quantize_on_cpu(self, entry: CachedWeight, weight: Tensor) -> None:
-        page, row = self.state.pages[entry.place.page], entry.place.row  # type: ignore[union-attr]
+    def _write_again(self, besides: Mapping[CachedWeight, Tensor]) -> None:
+        """Quantize weights that nothing is known against, by the scales that their copies have. Histories are left
+        alone, and so are versions: copies of weights that are indeed the same are written with the same bytes."""
+        pairs = {entry: entry.current() for entry in self.copies() if entry not in besides}
+        epoch = self.state.epoch
+        fresh = {entry: w for entry, w in pairs.items() if w is not None and not entry.is_stale(w, epoch)}
+        on_cpu, on_gpu = _by_device(fresh)
+        self._take_fingerprints(on_cpu)
+        for entry, weight in on_cpu.items():
+            place = entry.place
+            assert place is not None
+            self._write(entry, local(weight), self.known[place.page][QUANT, place.row])
+        if on_gpu:
+            self._launch(on_gpu, record=False)
+        self.refreshes += bool(fresh)
+
+    def _take_fingerprints(self, weights: Mapping[CachedWeight, Tensor]) -> None:
+        """Before they are quantized: what another thread writes after that is found at the next look."""
+        found = self._fingerprints([local(weight) for weight in weights.values()])
+        for entry, fingerprint in zip(weights, found):
+            entry.fingerprint = fingerprint
+
+    def _quantize_on_cpu(self, stale: Mapping[CachedWeight, Tensor]) -> None:
+        self._take_fingerprints(stale)
+        for entry, weight in stale.items():
+            place = entry.place
+            assert place is not None
+            page = self.state.pages[place.page]
+            used, dequant_scale, amax = self._write(entry, local(weight), page.scales[QUANT, place.row])
+            known = self.known[place.page]
+            known[QUANT, place.row], known[DEQUANT, place.row] = used.view(()), dequant_scale.view(())
+            record_amax(page.amaxes, amax, place.row)
+
+    def _write(self, entry: CachedWeight, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Quantize by a scale, 0 where there is none yet: the scale that was used, its inverse, the amax."""
+        page = self.state.pages[entry.place.page]  # type: ignore[union-attr]
         x = weight if entry.via is None else weight.to(entry.via)
-        scale, dtype = page.scales[QUANT, row].view(1, 1), entry.codes.dtype
+        scale, dtype = scale.view(1, 1), entry.codes.dtype
         if dtype in (E4M3.dtype, E5M2.dtype):
             codes, used, dequant_scale, amax = quantize_delayed_op(x, scale, dtype, True)
         else:
             amax = block_amax(x, (WHOLE, WHOLE))
             used = first_scale(scale, amax, page.kind.largest)
             codes, dequant_scale = cast_delayed(x, used, dtype), used.reciprocal()
-        entry.codes.view(torch.uint8).copy_(codes.view(torch.uint8))
+        # Through .data: the caller knows whether version counters are to go up.
+        entry.codes.data.view(torch.uint8).copy_(codes.view(torch.uint8))
         if entry.transposed is not None:
-            entry.transposed.view(torch.uint8).copy_(codes.view(torch.uint8).t())
-        known = self.known[entry.place.page]  # type: ignore[union-attr]
-        known[QUANT, row], known[DEQUANT, row] = used.view(()), dequant_scale.view(())
-        record_amax(page.amaxes, amax, row)
+            entry.transposed.data.view(torch.uint8).copy_(codes.view(torch.uint8).t())
+        return used, dequant_scale, amax
 
     def _quantize_on_gpu(self, stale: Mapping[CachedWeight, Tensor]) -> None:
-        from fp8_compile.kernels.gpu.quantize_many import Matrix, QuantizeMany, addresses
-
         self._set_scales(stale)
-        matrices = []
-        for entry, weight in stale.items():
-            place = entry.place
-            assert place is not None
-            scale, amax = self.known[place.page][QUANT, place.row], self.state.pages[place.page].amaxes[place.row]
-            x = local(weight).detach()
-            matrices.append(Matrix(x, entry.codes, entry.transposed, scale, amax, entry.via))
+        self._launch(stale, record=True)
+
+    def _launch(self, weights: Mapping[CachedWeight, Tensor], *, record: bool) -> None:
+        from fp8_compile.kernels.gpu.quantize_many import launches_for
+
         # After a step it is the same weights at the same addresses as after the step before.
-        if self._launches is None or self._launches.addresses != addresses(matrices):
-            self._launches = QuantizeMany(matrices)
-        self._launches()
+        self._launches = launches_for(self.matrices(weights), self._launches)
+        self._launches(record=record)
+
+    def matrices(self, weights: Mapping[CachedWeight, Tensor]) -> list[Matrix]:
+        """Weights on a GPU and their copies, as the kernel is told of them."""
+        from fp8_compile.kernels.gpu.quantize_many import Matrix, new_fingerprints
+
+        found = []
+        for entry, weight in weights.items():
+            place, x = entry.place, local(weight).detach()
+            assert place is not None
+            if entry.fingerprints is None:
+                entry.fingerprints = new_fingerprints(x)
+            scale, amax = self.known[place.page][QUANT, place.row], self.state.pages[place.page].amaxes[place.row]
+            found.append(Matrix(x, entry.codes, entry.transposed, scale, amax, entry.fingerprints, entry.via))
+        return found
 
     def _set_scales(self, stale: Mapping[CachedWeight, Tensor]) -> None:
         """The scales to quantize with; of a slot without history, from the weight itself."""
@@ -238,11 +314,22 @@ def _stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 register_optimizer_step_post_hook(_stepped)
 
 
+def _by_device(
+    weights: Mapping[CachedWeight, Tensor],
+) -> tuple[dict[CachedWeight, Tensor], dict[CachedWeight, Tensor]]:
+    """Those on the CPU and those on a GPU."""
+    on_cpu: dict[CachedWeight, Tensor] = {}
+    on_gpu: dict[CachedWeight, Tensor] = {}
+    for entry, weight in weights.items():
+        (on_cpu if local(weight).is_cpu else on_gpu)[entry] = weight
+    return on_cpu, on_gpu
+
+
 def _real_unless_fake(like: Tensor) -> Any:
     """Where tensors are fake, those of a fake model are meant to be; others not."""
     return contextlib.nullcontext() if isinstance(like, FakeTensor) else unset_fake_temporarily()
 
 
 def local(weight: Tensor) -> Tensor:
-    """The part of a weight that lies on this rank: all of it but for a DTensor."""
+    """The part of a weight that is on this rank: all of it unless it is a DTensor."""
     return getattr(weight, "_local_tensor", weight)

@@ -28,6 +28,7 @@ FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-fPIC", "-fno-trapping-math", "-fno-m
 SOURCES = {
     "fp8_cast.cpp": ("-ffp-contract=off",),
     "update_scales.cpp": ("-ffp-contract=off",),
+    "fingerprint.cpp": (),
     "scaled_mm.cpp": ("-ffp-contract=fast",),
     "fp8_weight.cpp": ("-ffp-contract=fast",),
     "nvfp4.cpp": ("-ffp-contract=off",),
@@ -212,7 +213,9 @@ def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
     stack = (pointer, size, size, size, integer, pointer, pointer)
     loaded.nvfp4_experts.argtypes = (*stack, pointer, size, size, size, pointer, integer, pointer, integer)
     loaded.fp8_experts.argtypes = (*stack, size, size, pointer, integer, pointer, integer)
-    for name in ("amax", "quantize", "inputs", "delayed", "update_scales", "scaled_mm", "scaled_grouped_mm", "weight_mm"):
+    loaded.fp8_fingerprints.argtypes = (size, pointer, pointer, pointer, pointer)
+    on_fp8 = ("scaled_mm", "scaled_grouped_mm", "weight_mm", "update_scales", "fingerprints")
+    for name in ("amax", "quantize", "inputs", "delayed", *on_fp8):
         getattr(loaded, f"fp8_{name}").restype = None
     loaded.nvfp4_matmul.restype = None
     loaded.nvfp4_experts.restype = loaded.fp8_experts.restype = integer

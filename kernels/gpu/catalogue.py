@@ -37,6 +37,7 @@ class Entry:
     num_warps: int
     wide_stores: bool = True  # all of its tensor outputs are written 16 bytes at a time
     fp8_conversions: bool = True  # it rounds to FP8 by the hardware's instruction
+    numbers: int = 0  # that each program writes beside tensors and scales
 
     def compiled(self, target: str, format: str = "e5m2") -> CompiledKernel:
         """Compile for a target of ``ahead_of_time.TARGETS``."""
@@ -70,12 +71,14 @@ def _quantize_transpose() -> Entry:
     return Entry(kernel, types | SHAPE, constants, quantize_transpose.NUM_WARPS)
 
 
-def _quantize_many(both: bool) -> Entry:
+def _quantize_many(both: bool = True, check: bool = False) -> Entry:
     types = {"table_ptr": "*i64", "first_tile_ptr": "*i64", "x_like_ptr": "*bf16", "q_like_ptr": "*fp8"}
     blocks = {"BLOCK_R": quantize_transpose.BLOCK_R, "BLOCK_C": quantize_transpose.BLOCK_C}
-    constants = {"STEPS": 8, "VIA": 0, "ALIGNED": True, "BOTH": both, "LARGEST": 448.0, **blocks}
+    samples = {"PLACES": quantize_many.PLACES, "WIDTH": quantize_many.WIDTH}
+    constants = {"STEPS": 8, "VIA": 0, "ALIGNED": True, "BOTH": both, "LARGEST": 448.0, **blocks, **samples}
+    constants |= {"CHECK": check, "RECORD": True}
     kernel = quantize_many.quantize_many_kernel
-    return Entry(kernel, types | {"matrices": "i32"}, constants, quantize_transpose.NUM_WARPS)
+    return Entry(kernel, types | {"matrices": "i32"}, constants, quantize_transpose.NUM_WARPS, numbers=1)
 
 
 def _quantize_blocks(square: bool, **along: bool) -> Entry:
@@ -143,8 +146,10 @@ def _update_scales() -> Entry:
 CATALOGUE: dict[str, Callable[[], Entry]] = {
     "quantize_amax": _quantize_amax,
     "quantize_transpose": _quantize_transpose,
-    "quantize_many": lambda: _quantize_many(both=True),
+    "quantize_many": _quantize_many,
     "quantize_many, one layout": lambda: _quantize_many(both=False),
+    "quantize_many, checking": lambda: _quantize_many(check=True),
+    "quantize_many, one layout, checking": lambda: _quantize_many(both=False, check=True),
     "quantize_blocks 1x128": lambda: _quantize_blocks(square=False),
     "quantize_blocks 128x128": lambda: _quantize_blocks(square=True),
     "quantize_blocks 128x128, rows alone": lambda: _quantize_blocks(square=True, along_columns=False),

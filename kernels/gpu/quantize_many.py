@@ -8,8 +8,14 @@ For each matrix: x: [R, C] fp32/bf16/fp16 row-major; quant_scale, amax: one fp32
 row-major, written in place, q_t only where the gemms want it. ``via``: x is rounded to that dtype first, as autocast
 does before a matmul.
 
-One launch for the weights of a model after an optimizer step: a table of addresses says where they lie. Matrices that
+One launch for the weights of a model after an optimizer step: a table of addresses says where they are. Matrices that
 differ in device, dtype, ``via``, layouts, or in whether they can be moved 16 bytes at a time are a launch each.
+
+Each launch stores the fingerprints of the matrices (``kernels/fingerprint.py``). One with ``check`` quantizes only the
+matrices that no longer have the stored one; the host need not know which. Where nothing has changed, a program reads
+the sample and returns. The fingerprint of a matrix is stored once for each of its tiles, so that a program reads and
+writes its own alone: a single one would be overwritten before programs that start late have compared theirs with it.
+(Two buffers that take turns would do as well, but not in a CUDA graph, which reads the same one at every replay.)
 """
 
 from __future__ import annotations
@@ -24,7 +30,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..delayed_scaling import cast_delayed
+from ..fingerprint import PLACES, WIDTH
 from ..formats import format_of
+from .fingerprint import sampled_fingerprint
 from .quantize_transpose import BLOCK_C, BLOCK_R, NUM_WARPS, tiles
 from .tile import VIA, largest_magnitude, loaded, magnitude_bits, record_amax, saturated
 
@@ -40,6 +48,7 @@ class Matrix:
     q_t: Tensor | None
     quant_scale: Tensor  # one element
     amax: Tensor  # one element
+    fingerprints: Tensor  # int64, one for each tile; see new_fingerprints()
     via: torch.dtype | None = None
 
     @property
@@ -59,35 +68,49 @@ def quantize_many_kernel(
     VIA: tl.constexpr,  # 0: quantized as it is; 1: rounded to bf16 before, 2: to fp16
     ALIGNED: tl.constexpr,
     BOTH: tl.constexpr,  # layouts
+    CHECK: tl.constexpr,  # quantize only matrices whose fingerprint has changed
+    RECORD: tl.constexpr,  # the amax
     LARGEST: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    PLACES: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
-    """One tile a program, those of a matrix one behind the other; a row of the table: x, q, q_t, quant_scale, amax,
-    rows, cols. ``*_like_ptr`` are there for their types."""
+    """One tile for each program, those of a matrix one after the other; a row of the table: x, q, q_t, quant_scale,
+    amax, fingerprints, rows, cols. ``*_like_ptr`` are there for their types."""
     program = tl.program_id(0).to(tl.int64)
     low, high = tl.zeros([], tl.int32), matrices + tl.zeros([], tl.int32)
     for _ in tl.static_range(STEPS):  # the matrix whose first tile is the last one not behind this program
         middle = (low + high) // 2
         behind = tl.load(first_tile_ptr + middle) > program
         low, high = tl.where(behind, low, middle), tl.where(behind, middle, high)
-    row = table_ptr + low.to(tl.int64) * 7
+    row = table_ptr + low.to(tl.int64) * 8
     x_ptr = tl.load(row).to(x_like_ptr.dtype)
     q_bytes = tl.load(row + 1).to(tl.pointer_type(tl.uint8))
     q_t_bytes = tl.load(row + 2).to(tl.pointer_type(tl.uint8))
-    rows, cols = tl.load(row + 5), tl.load(row + 6)
+    rows, cols = tl.load(row + 6), tl.load(row + 7)
     if ALIGNED:
         x_ptr, q_bytes = tl.multiple_of(x_ptr, 16), tl.multiple_of(q_bytes, 16)
         q_t_bytes = tl.multiple_of(q_t_bytes, 16)
         rows, cols = tl.multiple_of(rows, 16), tl.multiple_of(cols, 16)
 
     tile = program - tl.load(first_tile_ptr + low)
+    fingerprint_ptr = tl.load(row + 5).to(tl.pointer_type(tl.int64)) + tile
+    fingerprint = sampled_fingerprint(x_ptr, rows * cols, PLACES, WIDTH)
+    if CHECK:
+        if tl.load(fingerprint_ptr) == fingerprint:
+            return
+        # Each warp reads for itself what it compares with: all have read before any writes (triton#1615).
+        tl.debug_barrier()
+    tl.store(fingerprint_ptr, fingerprint)
+
     tiles_across = tl.maximum(tl.cdiv(cols, BLOCK_C), 1)  # 1: an empty matrix has one program, which records 0
     r = (tile // tiles_across) * BLOCK_R + tl.arange(0, BLOCK_R)
     c = (tile % tiles_across) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = (r < rows)[:, None] & (c < cols)[None, :]
     x = loaded(tl.load(x_ptr + (r[:, None] * cols + c[None, :]), mask=inside, other=0.0), VIA)
-    record_amax(tl.load(row + 4).to(tl.pointer_type(tl.float32)), magnitude_bits(x))
+    if RECORD:
+        record_amax(tl.load(row + 4).to(tl.pointer_type(tl.float32)), magnitude_bits(x))
 
     quant_scale = tl.load(tl.load(row + 3).to(tl.pointer_type(tl.float32)))
     q = (saturated(x, quant_scale, LARGEST) + 0.0 * x).to(q_like_ptr.dtype.element_ty)
@@ -112,9 +135,11 @@ class QuantizeMany:
         self.launches = [_Launch(group) for group in kinds.values()]
         self.addresses = addresses(matrices)
 
-    def __call__(self) -> None:
+    def __call__(self, *, check: bool = False, record: bool = True) -> None:
+        """``check``: quantize only the matrices whose fingerprint is not the one that the last launch left behind.
+        ``record``: the amaxes of what is quantized."""
         for launch in self.launches:
-            launch()
+            launch(check, record)
 
 
 class _Launch:
@@ -137,18 +162,34 @@ class _Launch:
             "LARGEST": format_of(first.q.dtype).max,
             "BLOCK_R": BLOCK_R,
             "BLOCK_C": BLOCK_C,
+            "PLACES": PLACES,
+            "WIDTH": WIDTH,
         }
 
-    def __call__(self) -> None:
+    def __call__(self, check: bool, record: bool) -> None:
         first = self.kept[0]
         arguments = (self.table, self.first_tile, first.x, first.q, len(self.kept))
-        with torch.cuda.device_of(first.x):  # Triton launches on the current device, wherever the tensors lie
-            quantize_many_kernel[self.grid](*arguments, **self.constants, num_warps=NUM_WARPS)
+        how = {**self.constants, "CHECK": check, "RECORD": record}
+        with torch.cuda.device_of(first.x):  # Triton launches on the current device, wherever the tensors are
+            quantize_many_kernel[self.grid](*arguments, **how, num_warps=NUM_WARPS)
+
+
+def launches_for(matrices: Sequence[Matrix], before: QuantizeMany | None) -> QuantizeMany:
+    """``before``, if it was made for tensors at the same addresses: tables of new ones are copied to the device, which
+    waits for all that the device has to do."""
+    return before if before is not None and before.addresses == addresses(matrices) else QuantizeMany(matrices)
 
 
 def addresses(matrices: Sequence[Matrix]) -> list[tuple[int, ...]]:
-    """Where the tensors lie: a table made for other addresses must not be used."""
-    return [tuple(map(_address, (one.x, one.q, one.q_t, one.quant_scale, one.amax))) for one in matrices]
+    """Where the tensors are: a table made for other addresses must not be used."""
+    return [
+        tuple(map(_address, (one.x, one.q, one.q_t, one.quant_scale, one.amax, one.fingerprints))) for one in matrices
+    ]
+
+
+def new_fingerprints(x: Tensor) -> Tensor:
+    """Room for those of a matrix, before its first launch."""
+    return torch.zeros(tiles(*x.shape), dtype=torch.int64, device=x.device)
 
 
 def _address(tensor: Tensor | None) -> int:

@@ -29,9 +29,9 @@ def test_nothing_spills_and_tensors_move_16_bytes_at_a_time(name: str, target: s
     assert facts.wide_loads > 0
     assert (facts.wide_stores > 0) == entry.wide_stores
     if entry.wide_stores:
-        # What is narrow are the scales: at most one store for each of their tensors.
+        # What is narrow are scales, at most one store for each of their tensors, and single numbers.
         scale_tensors = sum("dequant" in type or "scales" in type for type in entry.types)
-        assert facts.narrow_stores <= scale_tensors
+        assert facts.narrow_stores <= scale_tensors + entry.numbers
 
 
 @each_target
@@ -131,6 +131,24 @@ def test_every_warp_has_read_the_state_before_any_writes_to_it(target: str) -> N
     order = [kind for line in code.splitlines() for kind, pattern in kinds.items() if re.search(pattern, line)]
     last_read, first_write = len(order) - 1 - order[::-1].index("read"), order.index("write")
     assert "wait" in order[last_read:first_write]
+
+
+@pytest.mark.parametrize("name", ["quantize_many, checking", "quantize_many, one layout, checking"])
+@each_target
+def test_every_warp_has_compared_the_fingerprint_before_any_writes_it(name: str, target: str) -> None:
+    """A late warp would find the new one and return, and its part of the tile would be left as it was."""
+    code = compiled(name, target).asm["ptx" if target.startswith("cuda") else "amdgcn"]
+    kinds = {
+        "read": r"\bld\.global|_load_dword",
+        "write": r"\bst\.global|_store_dword",
+        "wait": r"bar\.sync|s_barrier",
+        "return": r"^\s*@%p\d+ bra|s_cbranch",
+    }
+    order = [kind for line in code.splitlines() for kind, pattern in kinds.items() if re.search(pattern, line)]
+    until_written = order[: order.index("write")]
+    returns = until_written.index("return")
+    assert "read" in until_written[:returns] and "wait" in until_written[returns:]
+    assert order.count("write") > 1 and "read" in order[order.index("write") :], "the tile is read and written after it"
 
 
 @pytest.mark.parametrize("target, squeeze", [("cuda:90", {"maxnreg": 32}), ("hip:gfx942", {"waves_per_eu": 8})])

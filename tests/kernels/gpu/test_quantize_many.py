@@ -1,4 +1,5 @@
-"""quantize_many gives the reference's bytes in both layouts and the largest magnitude of each of many matrices."""
+"""quantize_many gives the reference's bytes in both layouts and the largest magnitude of each of many matrices; when it
+checks, only of those that have changed."""
 
 from __future__ import annotations
 
@@ -9,9 +10,10 @@ import pytest
 import torch
 from interpreted import check_same, interpreted
 
+from fp8_compile.kernels.fingerprint import fingerprint
 from fp8_compile.kernels.formats import BY_DTYPE, E4M3, Format
 from fp8_compile.kernels.gpu import quantize_many, tile
-from fp8_compile.kernels.gpu.quantize_many import Matrix, QuantizeMany
+from fp8_compile.kernels.gpu.quantize_many import Matrix, QuantizeMany, new_fingerprints
 
 
 def matrix(
@@ -19,18 +21,88 @@ def matrix(
 ) -> Matrix:
     rows, cols = x.shape
     q, q_t = torch.empty(rows, cols, dtype=format.dtype), torch.empty(cols, rows, dtype=format.dtype) if both else None
-    return Matrix(x, q, q_t, torch.tensor([scale]), torch.tensor([tile.NOTHING]), via)
+    return Matrix(x, q, q_t, torch.tensor([scale]), torch.tensor([tile.NOTHING]), new_fingerprints(x), via)
 
 
 def check(matrices: list[Matrix]) -> QuantizeMany:
-    with interpreted(quantize_many, tile):
-        launches = QuantizeMany(matrices)
-        launches()
+    launches = QuantizeMany(matrices)
+    launch(launches)
     for one in matrices:
-        for actual, expected in zip((one.q, one.q_t, one.amax[0]), quantize_many.reference(one)):
-            if actual is not None:
-                check_same(actual, expected)
+        check_written(one)
     return launches
+
+
+def launch(launches: QuantizeMany, **how: bool) -> None:
+    with interpreted(quantize_many, tile):
+        launches(**how)
+
+
+def check_written(one: Matrix) -> None:
+    for actual, expected in zip((one.q, one.q_t, one.amax[0]), quantize_many.reference(one)):
+        if actual is not None:
+            check_same(actual, expected)
+    assert set(one.fingerprints.tolist()) == {fingerprint(one.x)}
+
+
+MARK = 0x55
+
+
+def mark(matrices: list[Matrix]) -> None:
+    """Make it visible whether a matrix is quantized."""
+    for one in matrices:
+        one.q.view(torch.uint8).fill_(MARK)
+        one.amax.fill_(tile.NOTHING)
+
+
+def is_marked(one: Matrix) -> bool:
+    return bool((one.q.view(torch.uint8) == MARK).all()) and one.amax.item() == tile.NOTHING
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_check_quantizes_the_matrices_that_have_changed_and_no_others(dtype: torch.dtype, generator) -> None:
+    tensors = [torch.randn(shape, generator=generator).to(dtype) for shape in [(129, 67), (64, 128), (5, 3), (70, 20)]]
+    matrices = [matrix(x, 7.0) for x in tensors]
+    launches = check(matrices)
+    for changed in ([], [0, 2], [1], [], [0, 1, 2, 3], [3]):  # launch after launch
+        mark(matrices)
+        for index in changed:
+            tensors[index].data.mul_(0.5)
+        launch(launches, check=True)
+        for index, one in enumerate(matrices):
+            if index in changed:
+                check_written(one)
+            else:
+                assert is_marked(one)
+
+
+def test_weights_that_are_put_back_are_found_as_well(generator) -> None:
+    """A fingerprint that was compared with is replaced where it differs, and stays where it does not."""
+    weight, average = torch.randn(2, 80, 96, generator=generator)
+    one = matrix(weight.clone(), 7.0)
+    launches = check([one])
+    for now in (average, average, weight, weight, average):
+        same = torch.equal(one.x, now)
+        one.x.copy_(now)
+        mark([one])
+        launch(launches, check=True)
+        assert is_marked(one) == same
+        if not same:
+            check_written(one)
+
+
+def test_without_a_check_everything_is_quantized_whatever_its_fingerprint(generator) -> None:
+    matrices = [matrix(torch.randn(70, 20, generator=generator), 7.0)]
+    launches = check(matrices)
+    mark(matrices)
+    launch(launches)
+    check_written(matrices[0])
+
+
+def test_amaxes_are_left_alone_where_they_are_not_to_be_recorded(generator) -> None:
+    one = matrix(torch.randn(70, 20, generator=generator), 7.0)
+    launch(QuantizeMany([one]), record=False)
+    assert one.amax == tile.NOTHING
+    check_same(one.q, quantize_many.reference(one)[0])
 
 
 @pytest.mark.parametrize("format", list(BY_DTYPE.values()), ids=str)
