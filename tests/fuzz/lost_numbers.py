@@ -12,15 +12,20 @@ from torch import nn
 from fp8_compile.scaling_state import ScalingState, states_within
 
 
+# This warning repeats what was counted, maybe in earlier calls. The counters say which call it was.
+REPEATED = "delayed scaling lost numbers"
+
+
 class Warnings(logging.Handler):
-    """Counts the warnings of the engine's logger while it is open."""
+    """Keeps the warnings of the engine's logger while it is open."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.messages: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
+        if not (message := record.getMessage()).startswith(REPEATED):
+            self.messages.append(message)
 
     def __enter__(self) -> Warnings:
         logging.getLogger("fp8_compile").addHandler(self)

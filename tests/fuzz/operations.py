@@ -38,6 +38,13 @@ class Train:
 
 
 @dataclasses.dataclass(frozen=True)
+class Steady:
+    """A few steps as usual: what most calls of most runs are, and what leaves a history behind."""
+
+    entries: tuple[int, ...] = (0,)
+
+
+@dataclasses.dataclass(frozen=True)
 class Forward:
     """A forward without backward, under ``no_grad``, ``inference_mode``, or with gradients that no one asks for."""
 
@@ -91,7 +98,7 @@ class ForgetCode:
     """``torch.compiler.reset()``: the next call compiles again and finds its state."""
 
 
-Operation = Union[Train, Forward, Average, LoadWeights, RoundTrip, Save, Resume, Look, Attach, ForgetCode]
+Operation = Union[Train, Steady, Forward, Average, LoadWeights, RoundTrip, Save, Resume, Look, Attach, ForgetCode]
 
 
 def batches() -> st.SearchStrategy[Batch]:
@@ -100,16 +107,25 @@ def batches() -> st.SearchStrategy[Batch]:
 
 def operations(entries: int, *, recompiling: bool) -> st.SearchStrategy[Operation]:
     """One operation on a model with that many entries; those that cost a compilation only where it is worth it."""
-    entry = st.integers(0, entries - 1)
-    train = st.builds(Train, st.lists(batches(), min_size=1, max_size=3).map(tuple), entry, *[st.booleans()] * 3)
-    steady = st.builds(Train, st.just((Batch(),)), entry)
+    entry, factor = st.integers(0, entries - 1), st.sampled_from(FACTORS)
     forward = st.builds(Forward, batches(), entry, st.sampled_from(("no_grad", "inference_mode", "grad")))
-    factor = st.sampled_from(FACTORS)
-    average = st.builds(Average, factor, st.none() | forward)
-    rest = st.one_of(average, st.builds(LoadWeights, factor), *map(st.builds, (RoundTrip, Save, Resume, Look)))
-    usual = st.one_of(steady, steady, train, train, train, forward, rest)
-    return st.one_of(usual, st.builds(Attach), st.builds(ForgetCode)) if recompiling else usual
+    one, several = batches().map(lambda batch: (batch,)), st.lists(batches(), min_size=2, max_size=3).map(tuple)
+    shares = {
+        st.builds(Steady, st.lists(entry, min_size=1, max_size=5).map(tuple)): 4,
+        st.builds(Train, one, entry, *[st.booleans()] * 3): 4,
+        st.builds(Train, several, entry, *[st.booleans()] * 3): 2,
+        forward: 2,
+        st.builds(Average, factor, st.none() | forward): 1,
+        st.builds(LoadWeights, factor): 1,
+        st.sampled_from((RoundTrip(), Save(), Resume(), Look())): 2,
+        st.sampled_from((Attach(), ForgetCode())): 2 if recompiling else 0,
+    }
+    return st.sampled_from([strategy for strategy, share in shares.items() for _ in range(share)]).flatmap(_itself)
+
+
+def _itself(strategy: st.SearchStrategy[Operation]) -> st.SearchStrategy[Operation]:
+    return strategy  # one_of would take strategies apart that are made of several, and forget their shares
 
 
 def sequences(entries: int, *, recompiling: bool = False) -> st.SearchStrategy[list[Operation]]:
-    return st.lists(operations(entries, recompiling=recompiling), min_size=3, max_size=10)
+    return st.lists(operations(entries, recompiling=recompiling), min_size=3, max_size=8)
