@@ -124,11 +124,11 @@ def main() -> int:
     torch.set_num_threads(1)
     logging.getLogger("fp8_compile").addHandler(logging.NullHandler())  # what it warns of is counted here
     recompiling = round(chosen.sequences * RECOMPILING_SHARE)
-    interpreted = chosen.sequences - recompiling
+    interpreted, seed = chosen.sequences - recompiling, chosen.seed
     tallies = [
-        search(Tally("interpreted"), plans(targets=TARGETS), interpreted, chosen.seed, UncompiledBackend),
-        search(Tally("recompiling"), plans(targets=TARGETS, recompiling=True), recompiling, chosen.seed, UncompiledBackend),
-        search(Tally("compiled"), plans(COMPILED_MODELS), chosen.compiled, chosen.seed, fp8_compile.Backend),
+        search(Tally("interpreted"), plans(targets=TARGETS), interpreted, seed, UncompiledBackend),
+        search(Tally("recompiling"), plans(targets=TARGETS, recompiling=True), recompiling, seed, UncompiledBackend),
+        search(Tally("compiled"), plans(COMPILED_MODELS), chosen.compiled, seed, fp8_compile.Backend),
     ]
     for tally in tallies:
         describe(tally)

@@ -9,11 +9,9 @@ from operations import Attach, Average, Batch, Forward, Look, RoundTrip, Steady,
 from plans import Plan, Subjects, plans
 from sequence_run import Finding, SequenceRun
 from subject import Subject
-from uncompiled import NO_CACHE, UncompiledBackend
+from uncompiled import UncompiledBackend
 
 from fp8_compile import Backend, Config
-from fp8_compile.kernels.delayed_scaling import DEQUANT
-from fp8_compile.scaling_state import scaling_state
 
 JUMP = Batch(rows=64, magnitude=300.0)
 
@@ -31,13 +29,13 @@ def lasting(findings: list[Finding]) -> list[str]:
     return [str(finding) for finding in findings if finding.lasting]
 
 
-@settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow])
-@given(plans(("Chain", "RawAcrossBreak")))
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@given(plans(("Chain",)))
 def test_no_number_is_lost_in_silence_on_a_cpu(interpreted: Subjects, plan: Plan) -> None:
     assert silent(interpreted.run(plan).findings) == []
 
 
-@settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(plans(("UsedTwice",), targets=("cuda:90",)))
 def test_no_number_is_lost_in_silence_for_a_gpu(interpreted: Subjects, plan: Plan) -> None:
     assert silent(interpreted.run(plan).findings) == []
@@ -78,18 +76,15 @@ def test_a_jump_is_over_after_one_step_of_several_micro_batches(interpreted: Sub
 def test_compiled_code_loses_no_number_in_silence(model: str) -> None:
     """Of one batch size, so that there are two graphs to compile and no more."""
     jump = Train((Batch(magnitude=300.0), Batch()), together=True)
-    calls = (Steady((0, 0)), Forward(), Look(), jump, RoundTrip(), Steady((0, 0)), Average(0.3, Forward()), Steady())
-    run = Subjects(lambda config: Backend(config.replace(inductor=NO_CACHE))).run(Plan(model, calls))
-    assert silent(run.findings) == []
+    calls = (Steady((0, 0)), Forward(), Look(), jump, RoundTrip(), Average(0.3, Forward()), Steady((0, 0)))
+    assert silent(Subjects(Backend).run(Plan(model, calls)).findings) == []
 
 
-def test_a_scale_that_is_silently_wrong_would_be_found() -> None:
+def test_results_that_are_silently_wrong_would_be_found() -> None:
     subject = Subject("UsedTwice", UncompiledBackend(Config()))
-    run = SequenceRun(subject)
-    assert run.run((Steady((0, 0)), Look())) == []
-    for page in scaling_state(subject.model).pages:
-        page.scales.data[DEQUANT] *= 1.5
-    assert any(finding.gap.tensor == "output" for finding in run.run((Steady(),)) if not finding.said)
+    (entry,) = subject.entries
+    subject.entries = [lambda x: entry(x) * 1.2]
+    assert any(finding.gap.tensor == "output" for finding in SequenceRun(subject).run((Steady(),)) if not finding.said)
 
 
 def test_a_model_that_does_not_run_in_fp8_would_be_found() -> None:
