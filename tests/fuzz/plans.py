@@ -1,4 +1,4 @@
-"""A plan is a model of the zoo and a sequence of operations on it; how plans are drawn, and on which subject they run."""
+"""Plans, which are a model of the zoo and a sequence of operations on it: how they are drawn, and carried out."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ class Subjects:
         key = dataclasses.replace(plan, operations=(), adam=False)
         with torch._dynamo.config.patch(GRAPHS):
             if key not in self._made:
-                self._made[key] = Subject(plan.model, self._new_backend(Config(target=plan.target)), dynamic=plan.dynamic or None)
+                backend = self._new_backend(Config(target=plan.target))
+                self._made[key] = Subject(plan.model, backend, dynamic=plan.dynamic or None)
             run = SequenceRun(self._made[key], adam=plan.adam)
             run.run(plan.operations)
         return run

@@ -1,4 +1,4 @@
-"""Sequences of calls, drawn and fixed: no number is lost in silence. ``benchmarks/sequences.py`` is the long version."""
+"""Drawn and fixed sequences of calls: no number is lost in silence. ``benchmarks/sequences.py`` is the long version."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def lasting(findings: list[Finding]) -> list[str]:
     return [str(finding) for finding in findings if finding.lasting]
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 @given(plans(("Chain",)))
 def test_no_number_is_lost_in_silence_on_a_cpu(interpreted: Subjects, plan: Plan) -> None:
     assert silent(interpreted.run(plan).findings) == []
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 @given(plans(("UsedTwice",), targets=("cuda:90",)))
 def test_no_number_is_lost_in_silence_for_a_gpu(interpreted: Subjects, plan: Plan) -> None:
     assert silent(interpreted.run(plan).findings) == []

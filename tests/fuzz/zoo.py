@@ -241,4 +241,5 @@ ZOO: dict[str, type[nn.Module]] = {
         FusedQkv, OptionalBranch, RepeatedBlock, CheckpointOutside, SharedEncoder, TwoOfOneClass,
     )
 }  # fmt: skip
-ENTRIES = {"OptionalBranch": 2, "SharedEncoder": 2, "TwoOfOneClass": 2}  # how many calls there are to choose from, where not one
+# How many ways to call a model there are, where there is more than one.
+ENTRIES = {"OptionalBranch": 2, "SharedEncoder": 2, "TwoOfOneClass": 2}
