@@ -35,6 +35,7 @@ from .passes.delay_scales import DelayScales
 from .passes.find_matmuls import Role
 from .passes.pipeline import JointPipeline, SplitPipeline
 from .passes.record_amaxes import RecordAmaxes
+from .passes.row import code_path
 from .passes.scale_loss import ScaleLoss
 from .report import Report
 from .report_cache import ReportCache
@@ -172,7 +173,9 @@ class _Graph:
         looks_first = self.rules.target == "cpu"
         state = [part.fingerprint if part else None for part in (pool, weights)]
         state += [loss_scale.wide if loss_scale else None, pool.state.held if pool else None]
-        key = repr((SOURCE_HASH, config.fingerprint(), self.rules.target, self.names.fingerprint(self.gm), state))
+        lines = [code_path(node) for node in self.gm.graph.nodes] if pool else None  # slots are told apart by them
+        names = self.names.fingerprint(self.gm)
+        key = repr((SOURCE_HASH, config.fingerprint(), self.rules.target, names, state, lines))
         stored = ReportCache.entry(self.gm, self.example_inputs, key)
         if pool:
             delayed_state.attach_state(self.gm, pool, stats=config.stats)

@@ -1,10 +1,9 @@
 """Delayed scaling in the backend: a graph gets its part of the model's state, and its first passes are looked after.
 
 The first passes of a graph have no history to take scales from: until its backward has run once, every tensor is
-quantized with its own amax, also where the graph is called several times before. CPU code has both ways in it, and a
-flag in the state chooses. GPU code could look at a tensor first only by reading every tensor twice, on every pass. There
-the first passes run through an uncompiled twin of the graph; when all slots have a history, the compiled code takes
-over.
+quantized with its own amax, also where the graph is called several times before. CPU code can do both, and a flag in
+the state chooses. GPU code could look at a tensor first only by reading every tensor twice, on every pass. There the
+first passes run through an uncompiled twin of the graph; when all slots have a history, the compiled code takes over.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from .module_names import ModuleNames, frame_key
 from .pass_recorder import PassRecorder
 from .passes.decide import Rules
 from .passes.delay_scales import UpdateRule
-from .passes.slot import BACKWARD, FIELDS, FORWARD, FROZEN, STATS, Slot
+from .passes.slot import BACKWARD, FIELDS, FORWARD, FROZEN, STATS, Place, Slot
 from .scaling_page import PageKind
 from .scaling_state import ScalingState
 
@@ -51,7 +50,7 @@ def open_pool(
     """The slots for a graph, with room for those it may need. One that does not train has frozen scales alone."""
     modules = {names.module_of(node) for node in gm.graph.nodes}
     room = SLOTS_A_MATMUL * max(8, _matmuls(gm))
-    frame = state.begin_graph(frame_key(), str(CompileContext.current_compile_id() or ""))
+    frame = state.begin_graph(frame_key(), CompileContext.try_get())
     return GraphPool(state, _kinds(config, rules, device, trains), room, modules, frame)
 
 
@@ -92,6 +91,7 @@ class LookFirst:
         self.state = pool.state
         self.places = {slot: place for slot, place in pool.places.items() if slot not in cached}
         self.epoch = -1  # of the state, when its histories were last found complete
+        self.looks_at: tuple[int, dict[Slot, Place]] = (-1, {})  # the epoch, and the slots that had no history then
 
     def __call__(self, *args: Any) -> Any:
         if self.epoch == self.state.epoch or any(isinstance(arg, FakeTensor) for arg in args):
@@ -104,8 +104,11 @@ class LookFirst:
     def _has_to_look(self) -> bool:
         """Whether histories are missing. A tensor that was zero in all its first passes is not waited for."""
         missing = self.state.without_history(self.places)
+        if self.looks_at[0] != self.state.epoch:
+            # Not at slots that another graph, which has finished looking, has filled: its code may not be able to look.
+            self.looks_at = self.state.epoch, {slot: self.places[slot] for slot in missing}
         waits = any(passes < FIRST_PASSES for passes in missing.values())
-        self.state.look(self.places, waits)
+        self.state.look(self.looks_at[1], waits)
         if waits:
             return True
         if missing and self.looking is not None:

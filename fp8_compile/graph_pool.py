@@ -51,14 +51,9 @@ class GraphPool:
             known = any(slot.layer in modules for index in pages for slot in state.pages[index].slots)
             self._pages[kind.direction] = pages
             self.make_room(kind.direction, 0 if known else room)
-        self.fingerprint = repr(
-            (
-                frame,
-                state.uses,
-                [(index, state.pages[index].capacity, state.pages[index].slots) for index in sum(self._pages.values(), [])],
-                sorted(state.frozen or ()) if self.frozen else (),
-            )
-        )
+        given = {index: state.pages[index] for index in sum(self._pages.values(), [])}
+        rows = [(index, page.capacity, page.slots) for index, page in given.items()]
+        self.fingerprint = repr((frame, state.uses, rows, sorted(state.frozen or ()) if self.frozen else ()))
 
     @property
     def frozen(self) -> bool:
@@ -127,7 +122,8 @@ class GraphPool:
 
     def to_list(self) -> list[Any]:
         """Plain data for the report cache: what a graph from Inductor's cache has built in."""
-        return [[*dataclasses.astuple(use), *dataclasses.astuple(self.places[slot])] for use, slot in self._uses.items()]
+        places = {use: self.places[slot] for use, slot in self._uses.items()}
+        return [[*dataclasses.astuple(use), *dataclasses.astuple(place)] for use, place in places.items()]
 
     def adopt(self, stored: Iterable[Any]) -> None:
         """Take the places that code from Inductor's cache was compiled with."""

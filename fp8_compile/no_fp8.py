@@ -21,7 +21,7 @@ _told: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def note(gm: fx.GraphModule, report: Report) -> None:
-    """A graph was compiled: remember which modules have FP8 matmuls now; if it has none that anyone could miss, say so."""
+    """A graph was compiled: remember which modules have FP8 matmuls now, or say that they have none."""
     root = compiled_root()
     modules = [plain_module(root)] if root is not None else list(modules_read(gm).values())
     if report.rewritten:

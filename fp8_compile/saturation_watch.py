@@ -47,11 +47,7 @@ class SaturationWatch(Part):
     def inspect(self, step: Step) -> None:
         if not self.skip:
             return
-        gradients = self._gradients()
-        counted = [page.counts[CLIPPED].sum() for page in gradients]
-        pending = [_clips(page).sum() for page in gradients]
-        device = gradients[0].kind.device if gradients else torch.device("cpu")
-        total = sum((one.to(device) for one in (*counted, *pending)), torch.zeros((), device=device))
+        total = self._all_clipped()
         if dist.is_available() and dist.is_initialized() and dist.get_world_size(self.group) > 1:
             dist.all_reduce(total, dist.ReduceOp.MAX, group=self.group)
         clipped = int(total)
@@ -59,7 +55,7 @@ class SaturationWatch(Part):
 
     def after_step(self, step: Step) -> None:
         if self.skip and step.not_finite:  # what it counted is forgotten
-            self._clipped = sum(int(page.counts[CLIPPED].sum()) for page in self._gradients())
+            self._clipped = int(self._all_clipped())
         if step.saturated:
             log.warning("a gradient lost more than half of its largest value: the step is skipped, its scale follows")
         self._steps += 1
@@ -78,7 +74,8 @@ class SaturationWatch(Part):
         if not new:
             return
         self._told.update({name: sum(losses[1:]) for name, losses in new.items()})
-        shown = [lost_numbers(name, *losses) for name, losses in sorted(new.items(), key=lambda item: -sum(item[1][1:]))]
+        worst_first = sorted(new.items(), key=lambda item: -sum(item[1][1:]))
+        shown = [lost_numbers(name, *losses) for name, losses in worst_first]
         more = f"; and {len(shown) - SHOWN} more" if len(shown) > SHOWN else ""
         log.warning(
             "delayed scaling lost numbers: %s%s. A tensor changed by more than its scale leaves room for. Seldom, it "
@@ -88,8 +85,12 @@ class SaturationWatch(Part):
             more,
         )
 
-    def _gradients(self) -> list[Page]:
-        return [page for _, page in self._pages() if page.kind.direction == BACKWARD]
+    def _all_clipped(self) -> Tensor:
+        """How often a gradient lost more than half of its largest value so far, what is not counted yet included."""
+        gradients = [page for _, page in self._pages() if page.kind.direction == BACKWARD]
+        device = gradients[0].kind.device if gradients else torch.device("cpu")
+        each = [(page.counts[CLIPPED].sum() + _clips(page).sum()).to(device) for page in gradients]
+        return sum(each, torch.zeros((), device=device))
 
     def _pages(self) -> Iterator[tuple[str, Page]]:
         for module, state in states_within(self.model).items():

@@ -16,9 +16,12 @@ from fp8_compile.kernels.delayed_scaling import (
     LOOK,
     MARGIN,
     QUANT,
+    STEADY,
+    update,
     update_in_place_op,
 )
 from fp8_compile.passes.delay_scales import UpdateRule
+from fp8_compile.passes.find_matmuls import Role
 from fp8_compile.passes.slot import FROZEN, Slot
 
 
@@ -43,9 +46,10 @@ class Page:
             self.amaxes = torch.full((capacity,), ABSENT, dtype=torch.float32)
             self.history = torch.zeros(capacity, kind.length, dtype=torch.float32)
             self.scales = torch.zeros(2, capacity, dtype=torch.float32)
-            self.counts = torch.zeros(LOOK + 1, capacity, dtype=torch.int32)
+            self.counts = torch.zeros(STEADY + 1, capacity, dtype=torch.int32)
             self.stats = torch.zeros(capacity, 5, dtype=torch.float64)
         self._kept: list[Tensor] | None = None  # for restore(); None: as if no pass had been
+        self._kept_look = torch.zeros_like(self.counts[LOOK])  # amaxes that wait are counted as they were recorded
 
     def add(self, slot: Slot) -> int:
         """A row for a slot."""
@@ -53,6 +57,7 @@ class Page:
         row = len(self.slots) - 1
         with unset_fake_temporarily():  # passes run on fake tensors; the state is real
             self.counts.data[MARGIN, row] = self.kind.rule.margin_of(slot.role, self.kind.largest)
+            self.counts.data[STEADY, row] = slot.role is Role.WEIGHT
         return row
 
     def clear(self) -> None:
@@ -73,14 +78,14 @@ class Page:
 
     def keep(self) -> None:
         """Remember everything as it is now."""
-        torch._foreach_copy_(self._copies(), self._tensors())
+        torch._foreach_copy_([*self._copies(), self._kept_look], [*self._tensors(), self.counts.data[LOOK]])
 
     def restore(self) -> None:
         """As it was when it was kept; what was loaded or calibrated since then stays."""
         if self._kept is None:
             self.clear()
         else:
-            torch._foreach_copy_(self._tensors(), self._kept)
+            torch._foreach_copy_([*self._tensors(), self.counts.data[LOOK]], [*self._kept, self._kept_look])
 
     def _tensors(self) -> list[Tensor]:
         """What passes change."""
@@ -131,6 +136,13 @@ class Page:
             counts[: len(saved["counts"]), row] = saved["counts"]
 
     def prime(self, row: int, amax: float) -> None:
-        """As if a pass had seen that amax."""
-        for amaxes in (self._tensors()[0], self._copies()[0]):
-            amaxes[row] = max(float(amaxes[row]), amax)
+        """As if a pass had seen that amax, with the tensor's own scale: nothing was saturated by it."""
+        for _, *state in (self._tensors(), self._copies()):
+            settings = self.counts.data[COUNTERS:, row : row + 1].clone()
+            settings[LOOK - COUNTERS] = 1
+            history, scales, counts = (state[0][row : row + 1], *(tensor[:, row : row + 1] for tensor in state[1:]))
+            seen = torch.full((1,), amax, dtype=torch.float32, device=history.device)
+            whole = torch.cat([counts, settings])
+            new = update(history, scales, whole, seen, self.kind.largest, *self.kind.rule.arguments)
+            for old, one in zip((history, scales, counts), (*new[:2], new[2][:COUNTERS])):
+                old.copy_(one)

@@ -55,7 +55,7 @@ class ScalingState:
         self.uses: dict[str, list[tuple[str, str, int]]] = {}  # by parameter or product: frame, line, ordinal of each
         self._old_names: dict[str, set[Slot]] = {}  # of slots, as version 0.1 named them
         self._loaded_by_old_name: set[str] = set()
-        self._parts: dict[str, tuple[str, int]] = {}  # frame -> its newest compilation, and how many graphs that made
+        self._parts: dict[str, tuple[Any, int]] = {}  # frame -> its newest compilation, and how many graphs that made
         self.frozen: dict[str, float] | None = None  # by slot or layer: up to which magnitude inference holds inputs
         self.gradient_unit = 1.0  # the loss scale: gradients inside graphs are that many times as large
         self.steps: int | None = None  # of the optimizer; None: nobody counts them
@@ -182,7 +182,7 @@ class ScalingState:
         return True
 
     def freeze(self, reach: Mapping[str, float]) -> None:
-        """Let inference quantize inputs with fixed scales: by slot or layer, the magnitude that the scale reaches to."""
+        """Let inference quantize inputs with fixed scales, which reach to these magnitudes, by slot or layer."""
         self.frozen = dict(reach)
         for slot, place in self.slots():
             page = self.pages[place.page]
@@ -201,12 +201,12 @@ class ScalingState:
             return None
         return self.frozen.get(str(slot), self.frozen.get(slot.layer))
 
-    def begin_graph(self, frame: str, compilation: str) -> str:
+    def begin_graph(self, frame: str, compilation: Any) -> str:
         """A name for the graph that a compilation makes of a frame: the frame's; where one compilation makes several
         graphs, as DDP's buckets do, each has its own."""
-        before, made = self._parts.get(frame, ("", 0))
-        made = made + 1 if before == compilation and compilation else 1
-        self._parts[frame] = (compilation, made)
+        before, made = self._parts.get(frame, (lambda: None, 0))
+        made = made + 1 if compilation is not None and before() is compilation else 1
+        self._parts[frame] = (weakref.ref(compilation) if compilation is not None else before, made)
         return frame if made == 1 else f"{frame} part {made}"
 
     def reset(self) -> None:

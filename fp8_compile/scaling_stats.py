@@ -43,7 +43,8 @@ class StatsTable(Sequence[StatsRow]):
         return len(self._rows)
 
     def __str__(self) -> str:
-        header = ("slot", "steps", "saturated", "small", "elements", "overflow", "underflow", "amax", "scale", "SQNR dB")
+        counted = ("steps", "saturated", "small", "elements", "overflow", "underflow")
+        header = ("slot", *counted, "amax", "scale", "SQNR dB")
         cells = [
             (
                 row.slot,

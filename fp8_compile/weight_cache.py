@@ -61,21 +61,27 @@ class CachedWeight:
     weight: weakref.ref[Tensor] | None = None  # that the copy was made from, or will be
     seen: tuple[Tensor, int, int] | None = None  # its memory, kept lest another get its address, and versions
     marked: bool = False  # as changed, whatever its version says
+    written: bool = False  # by someone who left its version as it was
+    looked: bool = False  # made with the weight's own scale, because someone else than an optimizer had replaced it
     epoch: int = -1  # of the state, when the copy was made: replaced histories give other scales
     primed: int = -1  # the epoch in which the slot was found to have a history
     fingerprint: int | None = None  # of the weight, when the copy was made on a CPU
     fingerprints: Tensor | None = None  # on a GPU: where the kernel keeps it, once for each tile
 
     def is_stale(self, weight: Tensor, epoch: int) -> bool:
-        if self.marked or self.epoch != epoch or self.seen is None or self.current() is not weight:
+        if self.marked or self.written or self.epoch != epoch or self.seen is None or self.current() is not weight:
             return True
         memory, *versions = self.seen
         now = local(weight)
         return now.data_ptr() != memory.data_ptr() or versions != [weight._version, now._version]
 
+    def is_replaced(self, epoch: int) -> bool:
+        """Of a stale copy: whether its weight was written by someone else than an optimizer, and may be of any size."""
+        return self.written or (not self.marked and self.seen is not None and self.epoch == epoch)
+
     def made_from(self, weight: Tensor, epoch: int) -> None:
         now = local(weight).detach()
-        self.marked, self.epoch, self.weight = False, epoch, weakref.ref(weight)
+        self.marked, self.written, self.epoch, self.weight = False, False, epoch, weakref.ref(weight)
         self.seen = now, weight._version, local(weight)._version
 
     def current(self) -> Tensor | None:
@@ -137,6 +143,12 @@ class WeightCache:
         for entry in self.copies():
             entry.marked |= chosen is None or id(entry.current()) in chosen
 
+    def stepped(self, weights: Iterable[Tensor]) -> None:
+        """An optimizer has written these weights. What it left is noted, to tell it from what others write later."""
+        self.invalidate(weights)
+        pairs = {entry: weight for entry in self.copies() if entry.marked and (weight := entry.current()) is not None}
+        self._take_fingerprints(_by_device(pairs)[0])
+
     def distrust(self) -> None:
         """All weights may have changed: have them quantized again before the next training forward, whatever version
         counters and fingerprints say. For after each inference pass, around which weights are swapped for their
@@ -164,9 +176,12 @@ class WeightCache:
         epoch = self.state.epoch
         fresh = {entry: weight for entry, weight in weights.items() if not entry.is_stale(weight, epoch)}
         on_cpu, on_gpu = _by_device(fresh)
-        written = sampler.written(on_cpu) if on_cpu else []
+        marked, _ = _by_device({entry: weight for entry, weight in weights.items() if entry.marked})
+        written = [*sampler.written(on_cpu), *sampler.written(marked)]
+        if self._distrusted:
+            written = [*written, *self._written_elsewhere(besides=weights)]
         for entry in written:
-            entry.marked = True
+            entry.written = True
         with torch.no_grad():
             stale = self._stale(weights) if written or len(fresh) < len(weights) else {}
             if stale:
@@ -183,10 +198,19 @@ class WeightCache:
         pairs = {entry: weight for entry, weight in {**others, **weights}.items() if weight is not None}
         return {entry: weight for entry, weight in pairs.items() if entry.is_stale(weight, self.state.epoch)}
 
+    def _written_elsewhere(self, besides: Mapping[CachedWeight, Tensor]) -> list[CachedWeight]:
+        """Copies that other graphs read, on the CPU, whose weight has another fingerprint now."""
+        pairs = {entry: weight for entry in self.copies() if (weight := entry.current()) is not None}
+        on_cpu, _ = _by_device({entry: weight for entry, weight in pairs.items() if entry not in besides})
+        found = self._fingerprints([local(weight) for weight in on_cpu.values()])
+        return [entry for entry, one in zip(on_cpu, found) if entry.fingerprint not in (None, one)]
+
     def _refresh(self, stale: Mapping[CachedWeight, Tensor]) -> None:
         pages = sorted({entry.place.page for entry in stale})  # type: ignore[union-attr]
         for page in pages:
             self.state.settle_page(page)  # what the pass that begins would do first
+        for entry in stale:
+            self._look(entry, entry.is_replaced(self.state.epoch))
         on_cpu, on_gpu = _by_device(stale)
         self._quantize_on_cpu(on_cpu)
         if on_gpu:
@@ -194,8 +218,15 @@ class WeightCache:
         for entry, weight in stale.items():
             increment_version(entry.tensors())  # a backward to come must not read what its forward did not
             entry.made_from(weight, self.state.epoch)
-        increment_version([self.known[page] for page in pages])
         self.refreshes += 1
+
+    def _look(self, entry: CachedWeight, on: bool) -> None:
+        """Have a weight quantized by its own amax, or by its history again. The state is told: otherwise it would
+        compare the amax with a scale that was not used."""
+        assert entry.place is not None
+        if entry.looked != on:
+            entry.looked = on
+            self.state.pages[entry.place.page].look([entry.place.row], on)
 
     def _write_again(self, besides: Mapping[CachedWeight, Tensor]) -> None:
         """Quantize weights that nothing is known against, by the scales that their copies have. Histories are left
@@ -225,9 +256,9 @@ class WeightCache:
             place = entry.place
             assert place is not None
             page = self.state.pages[place.page]
-            used, dequant_scale, amax = self._write(entry, local(weight), page.scales[QUANT, place.row])
-            known = self.known[place.page]
-            known[QUANT, place.row], known[DEQUANT, place.row] = used.view(()), dequant_scale.view(())
+            scale = torch.zeros(()) if entry.looked else page.scales[QUANT, place.row]
+            used, dequant_scale, amax = self._write(entry, local(weight), scale)
+            self._set_known(place, used.view(()), dequant_scale.view(()))
             record_amax(page.amaxes, amax, place.row)
 
     def _write(self, entry: CachedWeight, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -273,25 +304,32 @@ class WeightCache:
         return found
 
     def _set_scales(self, stale: Mapping[CachedWeight, Tensor]) -> None:
-        """The scales to quantize with; of a slot without history, from the weight itself."""
+        """The scales to quantize with; of a slot without history, or a weight that was replaced, from the weight."""
         by_page: dict[int, list[int]] = {}
         for entry in stale:
             by_page.setdefault(entry.place.page, []).append(entry.place.row)  # type: ignore[union-attr]
         for index, rows in by_page.items():
             scales, at = self.state.pages[index].scales, self._on_device(index, rows)
-            self.known[index].index_copy_(1, at, scales.index_select(1, at))
-        unprimed = [entry for entry in stale if entry.primed != self.state.epoch]
-        for entry in unprimed:
+            self.known[index].data.index_copy_(1, at, scales.index_select(1, at))
+        for entry in stale:
             page, row = self.state.pages[entry.place.page], entry.place.row  # type: ignore[union-attr]
-            scale = page.scales[QUANT, row]
-            if float(scale) > 0:  # waits for the device, on the first steps alone
-                entry.primed = self.state.epoch
-                continue
+            if not entry.looked:
+                if entry.primed == self.state.epoch:
+                    continue
+                if float(page.scales[QUANT, row]) > 0:  # waits for the device, on the first steps alone
+                    entry.primed = self.state.epoch
+                    continue
             weight = local(stale[entry])
             amax = block_amax(weight if entry.via is None else weight.to(entry.via), (WHOLE, WHOLE)).view(())
-            used = first_scale(scale, amax, page.kind.largest)
-            known = self.known[entry.place.page]  # type: ignore[union-attr]
-            known[QUANT, row], known[DEQUANT, row] = used, used.reciprocal()
+            used = first_scale(torch.zeros_like(amax), amax, page.kind.largest)
+            assert entry.place is not None
+            self._set_known(entry.place, used, used.reciprocal())
+
+    def _set_known(self, place: Place, quant_scale: Tensor, dequant_scale: Tensor) -> None:
+        """Through .data: a backward that reads this scale reads the copy too, whose version tells whether it is still
+        the one of its forward. A version for all scales of the page would refuse backwards of other weights."""
+        known = self.known[place.page].data
+        known[QUANT, place.row], known[DEQUANT, place.row] = quant_scale, dequant_scale
 
     def _on_device(self, page: int, rows: list[int]) -> Tensor:
         """Rows of a page as an index. A list of numbers would be copied to the device anew each step, which waits for
@@ -308,7 +346,7 @@ def _stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Fused optimizers write to weights without raising their version counters (torch 2.13); so may others."""
     weights = [weight for group in optimizer.param_groups for weight in group["params"] if weight.requires_grad]
     for cache in list(_caches):
-        cache.invalidate(weights)
+        cache.stepped(weights)
 
 
 register_optimizer_step_post_hook(_stepped)

@@ -37,7 +37,7 @@ class WeightCaching(Part):
         # Whoever wrote the new weights, master weights for instance, may have done it past the version counters.
         weights = [weight for weight in self.model.parameters() if weight.requires_grad]
         for cache in self.caches if not step.skipped else ():
-            cache.invalidate(weights)
+            cache.stepped(weights)
 
     def failed_step(self, step: Step) -> None:
         self.after_step(step)  # some weights may have been written

@@ -30,7 +30,7 @@ class Sampler:
     def written(self, weights: Mapping[CachedWeight, Tensor]) -> list[CachedWeight]:
         """The copies, on the CPU, whose weight no longer has the fingerprint that it had when they were made."""
         found = self._fingerprints([local(weight) for weight in weights.values()])
-        return [entry for entry, fingerprint in zip(weights, found) if fingerprint != entry.fingerprint]
+        return [entry for entry, now in zip(weights, found) if entry.fingerprint not in (None, now)]
 
     def renew_written(self, weights: Mapping[CachedWeight, Tensor]) -> None:
         """The same for weights on a GPU, and renew the copies, by the scales that they have: one launch that the host

@@ -8,17 +8,19 @@
 After each pass over the graph, for all slots at once (a slot is one tensor's place in the state):
 
     saturated   : amax * quant_scale > F, by more than rounding takes back       counted
-    room        = sum of ceil(log2(amax * quant_scale / F)) over the saturated slots, limited by the format
+    room        = sum of ceil(log2(amax * quant_scale / F)) over slots that were saturated and have not been part of
+                  two passes since, limited by the format
     amax enters the history in place of the oldest one           if it is finite
     m           = max(history)                                   or the newest, or the 99th percentile
     quant_scale = F / (m * 2**(margin + room)), capped to be finite      if m > 0 and this is an ``interval``-th pass
     dequant_scale = 1 / quant_scale
 
 What a saturated tensor lost is missing in the amaxes of all tensors computed from it. ``room`` makes up for that: it
-widens the scales of every slot for one pass, so that a jump which runs through many layers is over after one step.
+widens the scales of every slot until all of them, in whichever graph, have been quantized once more after the tensor
+itself. So a jump which runs through many layers is over after one step.
 
 State of C slots: amaxes [C] fp32, -1 where the slot was not part of the pass; history [C, L] fp32, a ring; scales
-[2, C] fp32, (quant, dequant); counts [7, C] int32, see ``PASSES`` and the names after it.
+[2, C] fp32, (quant, dequant); counts [10, C] int32, see ``PASSES`` and the names after it.
 
 A quant_scale of 0 says that no amax has entered yet: such a tensor is quantized with its own amax. So is every tensor
 whose slot has ``LOOK`` set, as in a model's first step.
@@ -37,10 +39,12 @@ from .formats import BY_DTYPE, Format, format_of
 
 QUANT, DEQUANT = 0, 1
 # Rows of ``counts``. The first five count passes: all of them, those whose amax entered the history, those in which the
-# tensor was saturated, lost more than half of its largest value, or was too small for its scale. Then two settings:
-# the margin, and whether the tensor's own amax is to be used.
-PASSES, ENTERED, SATURATED, CLIPPED, SMALL, MARGIN, LOOK = range(7)
-COUNTERS = 5
+# tensor was saturated, lost more than half of its largest value, or was too small for its scale. The next two are the
+# exponent by which it was saturated last, and for how many of its passes that still gives room. Then three settings:
+# the margin, whether the tensor's own amax is to be used, and whether it is steady: weights neither cause nor get room.
+PASSES, ENTERED, SATURATED, CLIPPED, SMALL, OVER, HOLD, MARGIN, LOOK, STEADY = range(10)
+COUNTERS = 7
+PASSES_WITH_ROOM = 2
 ABSENT = -1.0
 PERCENTILE = 0.99
 ABOVE_ROUNDING = 1 + 2.0**-20  # amax * (F / amax) may be a few units in FP32's last place above F
@@ -118,13 +122,16 @@ def update(
     saturated = known & (reached > largest * limits.saturated_above)
     clipped = known & (reached > largest * 2.0)
     small = known & (amaxes > 0) & (reached < largest * limits.small_below)
-    counted = torch.stack([present, enters, saturated, clipped, small]).to(torch.int32)
-    counts = torch.cat([counts[:COUNTERS] + counted, counts[COUNTERS:]])
+    counted = counts[:OVER] + torch.stack([present, enters, saturated, clipped, small])
+    flows = counts[STEADY] == 0
+    over = torch.where(saturated & flows, _ceil_log2(reached * (1.0 / largest)), counts[OVER])
+    hold = torch.where(saturated & flows, PASSES_WITH_ROOM, (counts[HOLD] - present.to(torch.int32)).clamp_min(0))
+    counts = torch.cat([counted, torch.stack([over, hold]), counts[COUNTERS:]]).to(torch.int32)
     if algorithm == "frozen":
         return history, scales.clone(), counts
 
-    over = torch.where(saturated, _ceil_log2(reached * (1.0 / largest)), 0)
-    room = over.sum(dtype=torch.int32).clamp_max(limits.most_room)
+    needed = torch.where(hold > 0, over, 0).sum(dtype=torch.int32)
+    room = torch.where(flows, needed.clamp_max(limits.most_room), 0)
     m = _summary(history, counts[ENTERED], algorithm)
     due = (present & ((counts[PASSES] % interval == 0) | (scales[QUANT] == 0))) | (room > 0)
     fresh = scale_of(m, largest, counts[MARGIN] + room)

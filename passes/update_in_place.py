@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from fp8_compile.kernels.cpu import update_scales as _  # noqa: F401  registers the operation for CPUs
+from fp8_compile.kernels.cpu import update_scales as _registered  # noqa: F401  for CPUs
 from fp8_compile.kernels.delayed_scaling import (
     accumulate_in_place_op,
     accumulate_op,

@@ -27,7 +27,7 @@ class Fingerprints:
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[int]:
         kernels = library()
-        if kernels is None:
+        if kernels is None or not tensors:
             return [fingerprint(tensor) for tensor in tensors]
         # Only numbers are kept: a reference to the tensors would keep the memory of weights that have been replaced.
         known = [(tensor.data_ptr(), tensor.dtype, tensor.numel()) for tensor in tensors]

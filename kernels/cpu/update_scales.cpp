@@ -1,6 +1,6 @@
 // Delayed scaling's update of all slots of a format: kernels/delayed_scaling.py, `update`, bit for bit, in place.
 //
-//   amaxes [C], history [C, L], scales [2, C], known [2, C]: fp32; counts [7, C]: int32. See the rows of `counts` there.
+//   amaxes [C], history [C, L], scales [2, C], known [2, C]: fp32; counts [10, C]: int32. See the rows of `counts` there.
 
 #include <algorithm>
 #include <cmath>
@@ -11,9 +11,10 @@
 
 namespace {
 
-enum Row { PASSES, ENTERED, SATURATED, CLIPPED, SMALL, MARGIN, LOOK };
+enum Row { PASSES, ENTERED, SATURATED, CLIPPED, SMALL, OVER, HOLD, MARGIN, LOOK, STEADY };
 enum Algorithm { MAX, MOST_RECENT, P99, FROZEN };
 
+constexpr int PASSES_WITH_ROOM = 2;
 constexpr float ABSENT = -1.0f, MOST = std::numeric_limits<float>::max(), INF = std::numeric_limits<float>::infinity();
 
 // Of a number above 1, Inf included: 1 up to 2, 2 up to 4, at most 32.
@@ -52,35 +53,41 @@ extern "C" void fp8_update_scales(int64_t slots, int64_t length, float* amaxes, 
   int room = 0;
   for (int64_t i = 0; i < slots; ++i) {
     const float amax = amaxes[i];
-    if (amax == ABSENT) continue;
-    count(PASSES, i) += 1;
-    if (!(amax >= 0 && amax < INF)) continue;
-    history[i * length + count(ENTERED, i) % length] = amax;
-    count(ENTERED, i) += 1;
-    if (scales[i] == 0 || count(LOOK, i)) continue;
-    const float reached = amax * scales[i];
-    if (reached > saturated_above) {
-      count(SATURATED, i) += 1;
-      room += ceil_log2(reached * (1.0f / largest));
+    if (amax != ABSENT) {
+      count(PASSES, i) += 1;
+      count(HOLD, i) = std::max(count(HOLD, i) - 1, 0);
     }
-    count(CLIPPED, i) += reached > largest * 2.0f;
-    count(SMALL, i) += amax > 0 && reached < small_below;
+    if (amax >= 0 && amax < INF) {
+      history[i * length + count(ENTERED, i) % length] = amax;
+      count(ENTERED, i) += 1;
+      const float reached = amax * scales[i];
+      const bool known = scales[i] > 0 && !count(LOOK, i), saturated = known && reached > saturated_above;
+      count(SATURATED, i) += saturated;
+      count(CLIPPED, i) += known && reached > largest * 2.0f;
+      count(SMALL, i) += known && amax > 0 && reached < small_below;
+      if (saturated && !count(STEADY, i)) {
+        count(OVER, i) = ceil_log2(reached * (1.0f / largest));
+        count(HOLD, i) = PASSES_WITH_ROOM;
+      }
+    }
+    if (count(HOLD, i)) room += count(OVER, i);
   }
   room = std::min(room, most_room);
   std::vector<float> falling;
   for (int64_t i = 0; i < slots; ++i) {
     float *quant_scale = scales + i, *dequant_scale = scales + slots + i;
     const bool present = amaxes[i] != ABSENT;
-    const bool due = (present && (count(PASSES, i) % interval == 0 || *quant_scale == 0)) || room > 0;
+    const int own_room = count(STEADY, i) ? 0 : room;
+    const bool due = (present && (count(PASSES, i) % interval == 0 || *quant_scale == 0)) || own_room > 0;
     if (due && algorithm != FROZEN) {
       const float m = summary(history + i * length, length, count(ENTERED, i), algorithm, falling);
       // Two roundings, as a number over a tensor has them in PyTorch: reciprocal, then product.
       if (m > 0) {
-        const float reach = std::min(m * power_of_two(count(MARGIN, i) + room), MOST);
+        const float reach = std::min(m * power_of_two(count(MARGIN, i) + own_room), MOST);
         *quant_scale = std::min((1.0f / reach) * largest, MOST);
       }
     }
-    if (*quant_scale > 0) *dequant_scale = 1.0f / *quant_scale;
+    if (*quant_scale > 0 && algorithm != FROZEN) *dequant_scale = 1.0f / *quant_scale;
     amaxes[i] = ABSENT;
     const bool look = count(LOOK, i);
     known[i] = look ? 0.0f : *quant_scale;

@@ -1,7 +1,8 @@
 """Delayed scaling's update of all slots of a format in one launch, bit-equal to ``delayed_scaling.update``.
 
     saturated   : amax * quant_scale > F, by more than rounding takes back       counted
-    room        = sum of ceil(log2(amax * quant_scale / F)) over the saturated slots, limited by the format
+    room        = sum of ceil(log2(amax * quant_scale / F)) over slots that were saturated and have not been part of
+                  two passes since, limited by the format
     amax enters the history in place of the oldest one           if it is finite
     m           = max(history)                                   or the newest, or the 99th percentile
     quant_scale = F / (m * 2**(margin + room)), capped to be finite      if m > 0 and this is an ``interval``-th pass
@@ -10,7 +11,7 @@
     known       = scales                                         of the pass that begins, for whoever reads them
 
 State of C slots, in place: amaxes [C] fp32, -1 where the slot was not part of the pass; history [C, L] fp32, a ring;
-scales [2, C] fp32, (quant, dequant); counts [7, C] int32, see ``delayed_scaling.py``. known [2, C] fp32: a copy of
+scales [2, C] fp32, (quant, dequant); counts [10, C] int32, see ``delayed_scaling.py``. known [2, C] fp32: a copy of
 the scales that later updates leave alone, 0 where the tensor's own amax is to be used.
 """
 
@@ -53,21 +54,21 @@ def update_scales_kernel(
 ):
     """One program for all slots, BLOCK of them at a time: ``room`` is the sum over all of them."""
     MOST: tl.constexpr = 3.4028234663852886e38  # the largest FP32
-    room = tl.zeros([], tl.int32)
+    most_room = tl.zeros([], tl.int32)
     for first in range(0, slots, BLOCK):
         slot = first + tl.arange(0, BLOCK)
         inside = slot < slots
-        reached, known = _reached(amaxes_ptr, scales_ptr, counts_ptr, slot, inside, slots)
-        saturated = known & (reached > SATURATED_ABOVE)
-        bits = (reached * (1.0 / LARGEST)).to(tl.int32, bitcast=True)
-        over = tl.minimum(tl.maximum(((bits + 0x7FFFFF) >> 23) - 127, 0), 32)
-        room += tl.sum(tl.where(saturated, over, 0), axis=0)
-    room = tl.minimum(room, MOST_ROOM)
+        amax, reached, known = _reached(amaxes_ptr, scales_ptr, counts_ptr, slot, inside, slots)
+        over, hold, _ = _room(amax, reached, known, counts_ptr, slot, inside, slots, LARGEST, SATURATED_ABOVE)
+        most_room += tl.sum(tl.where(hold > 0, over, 0), axis=0)
+    most_room = tl.minimum(most_room, MOST_ROOM)
 
     for first in range(0, slots, BLOCK):
         slot = first + tl.arange(0, BLOCK)
         inside = slot < slots
-        amax = tl.load(amaxes_ptr + slot, mask=inside, other=-1.0)
+        amax, reached, known = _reached(amaxes_ptr, scales_ptr, counts_ptr, slot, inside, slots)
+        over, hold, flows = _room(amax, reached, known, counts_ptr, slot, inside, slots, LARGEST, SATURATED_ABOVE)
+        room = tl.where(flows, most_room, 0)
         quant_scale = tl.load(scales_ptr + slot, mask=inside, other=1.0)
         dequant_scale = tl.load(scales_ptr + slots + slot, mask=inside, other=1.0)
         passes = tl.load(counts_ptr + slot, mask=inside, other=0)
@@ -75,9 +76,8 @@ def update_scales_kernel(
         count_saturated = tl.load(counts_ptr + 2 * slots + slot, mask=inside, other=0)
         count_clipped = tl.load(counts_ptr + 3 * slots + slot, mask=inside, other=0)
         count_small = tl.load(counts_ptr + 4 * slots + slot, mask=inside, other=0)
-        margin = tl.load(counts_ptr + 5 * slots + slot, mask=inside, other=0)
-        look = tl.load(counts_ptr + 6 * slots + slot, mask=inside, other=0)
-        reached, known = _reached(amaxes_ptr, scales_ptr, counts_ptr, slot, inside, slots)
+        margin = tl.load(counts_ptr + 7 * slots + slot, mask=inside, other=0)
+        look = tl.load(counts_ptr + 8 * slots + slot, mask=inside, other=0)
         i = tl.arange(0, LENGTH_POW2)
         row = slot.to(tl.int64) * LENGTH
         # Beyond the history: -1, below everything that enters.
@@ -103,6 +103,8 @@ def update_scales_kernel(
         tl.store(counts_ptr + 2 * slots + slot, count_saturated, mask=inside)
         tl.store(counts_ptr + 3 * slots + slot, count_clipped, mask=inside)
         tl.store(counts_ptr + 4 * slots + slot, count_small, mask=inside)
+        tl.store(counts_ptr + 5 * slots + slot, over, mask=inside)
+        tl.store(counts_ptr + 6 * slots + slot, hold, mask=inside)
 
         if ALGORITHM != 3:
             if ALGORITHM == 0:
@@ -132,12 +134,26 @@ def update_scales_kernel(
 
 @triton.jit
 def _reached(amaxes_ptr, scales_ptr, counts_ptr, slot, inside, slots):
-    """amax * quant_scale, and whether the tensor was quantized with that scale and is finite."""
+    """amax, amax * quant_scale, and whether the tensor was quantized with that scale and is finite."""
     amax = tl.load(amaxes_ptr + slot, mask=inside, other=-1.0)
     quant_scale = tl.load(scales_ptr + slot, mask=inside, other=0.0)
-    look = tl.load(counts_ptr + 6 * slots + slot, mask=inside, other=0)
+    look = tl.load(counts_ptr + 8 * slots + slot, mask=inside, other=0)
     known = (amax >= 0.0) & (amax < float("inf")) & (quant_scale > 0.0) & (look == 0)
-    return amax * quant_scale, known
+    return amax, amax * quant_scale, known
+
+
+@triton.jit
+def _room(
+    amax, reached, known, counts_ptr, slot, inside, slots, LARGEST: tl.constexpr, SATURATED_ABOVE: tl.constexpr
+):
+    """The exponent by which a slot was saturated last, for how many passes that gives room, and whether it may."""
+    flows = tl.load(counts_ptr + 9 * slots + slot, mask=inside, other=1) == 0
+    now = known & (reached > SATURATED_ABOVE) & flows
+    bits = (reached * (1.0 / LARGEST)).to(tl.int32, bitcast=True)
+    newest = tl.minimum(tl.maximum(((bits + 0x7FFFFF) >> 23) - 127, 0), 32)
+    over = tl.where(now, newest, tl.load(counts_ptr + 5 * slots + slot, mask=inside, other=0))
+    left = tl.load(counts_ptr + 6 * slots + slot, mask=inside, other=0) - (amax != -1.0).to(tl.int32)
+    return over, tl.where(now, 2, tl.maximum(left, 0)), flows
 
 
 @triton.jit

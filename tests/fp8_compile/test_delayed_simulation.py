@@ -12,7 +12,7 @@ from typing import Any, Callable
 
 import pytest
 import torch
-from delayed_reference import Layer, Rule
+from delayed_reference import Layer, Model, Rule
 from torch import Tensor, nn
 from uncompiled import NO_CACHE, UncompiledBackend
 
@@ -53,7 +53,8 @@ class Simulation:
     rule: Rule
 
     def __post_init__(self) -> None:
-        self.up, self.down = Layer(self.rule), Layer(self.rule)
+        self.expected = Model(self.rule)
+        self.up, self.down = Layer(self.expected), Layer(self.expected)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
         self.skipped = 0
 
@@ -62,6 +63,7 @@ class Simulation:
         before, hidden, y = self.compiled(x, probe)
         grad_output = (y.detach() - 1) / y.detach().abs().max().clamp(min=1)
         y.backward(grad_output)
+        self.expected.begin_step()
         self.up.forward(x, self.model.up.weight).check(before)
         self.down.forward(hidden, self.model.down.weight).check(y)
         grad_hidden, grad_down = self.down.backward(grad_output)
@@ -69,6 +71,7 @@ class Simulation:
         grad_down.check(self.model.down.weight.grad)
         _, grad_up = self.up.backward(probe.grad)
         grad_up.check(self.model.up.weight.grad)
+        self.expected.end_step()
         if all(parameter.grad.isfinite().all() for parameter in self.model.parameters()):
             nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             self.optimizer.step()
@@ -93,6 +96,7 @@ def simulate(backend: Any, rule: Rule, *, look_every: int = 1, first_zero: bool 
             run.check_state(step)
     assert [report.recipe for report in backend.reports] == ["delayed"]
     assert sum(row.rewritten for row in backend.reports[0].rows) == 5
+    assert any(slot.saturated for slot in run.expected.forward.slots), "the jump gave room to all slots"
     assert run.skipped == 2, "the Inf and the NaN reached the gradients, and nothing else was lost"
 
 

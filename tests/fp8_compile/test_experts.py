@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 from absent_gpu import absent_gpu
-from delayed_reference import Rule, Slot
-from fp8_reference import E4M3, E5M2
+from delayed_reference import Model, Rule
 from grouped import Layer, offsets_of
 from torch import nn
 from transformers import (
@@ -43,11 +42,15 @@ def test_delayed_scales_of_experts_follow_their_history_while_the_groups_change(
     torch.manual_seed(0)
     layer, backend = Layer(EXPERTS, K, N, dtype=torch.float32), Backend(Config())
     compiled = torch.compile(layer, backend=backend, fullgraph=True)
-    x_slot, w_slot, dy_slot = Slot(Rule(), E4M3), Slot(Rule(), E4M3), Slot(Rule(), E5M2)
+    model = Model(Rule())
+    x_slot, w_slot = model.forward.slot("input"), model.forward.slot("weight")
+    dy_slot = model.backward.slot("grad_output")
     for index, sizes in enumerate(SIZES):
         x, dy = step(index, size=2.0 ** (index % 3))
         offsets, w = offsets_of(*sizes), layer.weight
+        model.begin_step()
         quantized = x_slot.see(x), w_slot.see(w.reshape(-1, N)), dy_slot.see(dy)
+        model.end_step()
         qx, qw, qdy = (one.dequantized for one in quantized)
         qw = qw.reshape(w.shape)
         expected = grouped.products(offsets, (qx, qw), (qdy, qw), (qx, qdy))
@@ -57,7 +60,7 @@ def test_delayed_scales_of_experts_follow_their_history_while_the_groups_change(
             layer.experts.w.mul_(1.1)
     assert len(backend.reports) == 1, "compiled again for other sizes of groups"
     assert {str(row.slot) for row in fp8_compile.scaling_state(layer).stats()} == {
-        f"experts#0.{role}" for role in ("input", "weight", "grad_output")
+        f"experts.w#0.{role}" for role in ("input", "weight", "grad_output")
     }
 
 

@@ -87,8 +87,7 @@ def test_inference_that_begins_with_zeros_is_sound_when_data_comes(target: str) 
         for batch in range(FIRST_PASSES + 3):
             x = 1e-4 * torch.randn(TOKENS, D)
             assert 20 < snr(compiled(x), model(x)) < 60, batch
-    counts = scaling_state(model).state_dict()["0#0.input.counts"]
-    assert counts[1] == 2, "zeros gave no scale, so the batch after them was looked at, and no other"
+    assert scaling_state(model).state_dict() == {}, "each batch has its own scales, and leaves none behind"
 
 
 @each_target
@@ -134,7 +133,7 @@ def test_one_bad_batch_spoils_its_own_result_and_no_later_one(target: str, bad: 
     for key in before:
         if key.endswith(("scale", "amax_history")) and "weight" not in key:
             assert torch.equal(before[key], after[key]), key
-    assert after["0#0.input.counts"].tolist() == [3, 2]
+    assert after["0#0.input.counts"][:2].tolist() == [3, 2]
     x = torch.randn(TOKENS, D)
     check(results(compiled, x, 1.0), results(model, x, 1.0))
 
@@ -185,7 +184,7 @@ def test_a_tensor_that_stays_zero_is_named_once_and_the_compiled_code_takes_over
     assert "2#0.weight" in message and "0#0.grad_output" in message and str(FIRST_PASSES) in message
     assert "input" not in message and "0#0.weight" not in message
     state = scaling_state(model).state_dict()
-    assert state["2#0.weight.scale"] == 1 and state["2#0.weight.counts"].tolist() == [FIRST_PASSES + 3] * 2
+    assert state["2#0.weight.scale"] == 1 and state["2#0.weight.counts"][:2].tolist() == [FIRST_PASSES + 3] * 2
 
 
 def test_a_slot_that_was_given_up_takes_the_scale_of_the_first_amax_that_comes() -> None:

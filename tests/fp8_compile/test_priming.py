@@ -32,7 +32,7 @@ def test_a_calibration_primes_the_scales_of_inputs(early: bool) -> None:
         compiled(x).sum().backward()
         state = scaling_state(model).state_dict()
         assert state["0#0.input.amax_history"][:2].tolist() == [7.0, x.abs().max().item()]
-        assert state["0#0.input.scale"] == torch.tensor(7.0).reciprocal() * 448
+        assert state["0#0.input.scale"] == torch.tensor(4 * 7.0).reciprocal() * 448
     else:
         compiled(x).sum().backward()
         scaling_state(model).prime(Calibrated(_0=7.0, _2=5.0))
@@ -41,6 +41,21 @@ def test_a_calibration_primes_the_scales_of_inputs(early: bool) -> None:
         with pytest.raises(ValueError, match=r"knows none of the model's quantized inputs \(0, 2\)"):
             scaling_state(model).prime(Calibrated(other=1.0))
     assert state["0#0.weight.amax_history"].max() == model[0].weight.abs().max(), "weights need no calibration"
+
+
+def test_priming_a_model_that_has_trained_saturates_nothing_and_leaves_the_other_scales_alone() -> None:
+    model = nn.Sequential(nn.Linear(D, 48), nn.Tanh(), nn.Linear(48, D))
+    compiled = torch.compile(model, backend=UncompiledBackend(Config()))
+    for _ in range(2):
+        compiled(1e-3 * torch.randn(8, D)).sum().backward()
+    before = scaling_state(model).state_dict()
+    scaling_state(model).prime(Calibrated(_0=7.0))
+    after = scaling_state(model).state_dict()
+    assert after["0#0.input.counts"].tolist() == [3, 3, 0, 0, 0]
+    assert after["0#0.input.scale"] == torch.tensor(4 * 7.0).reciprocal() * 448
+    assert {key for key in before if not torch.equal(before[key], after[key])} == {
+        f"0#0.input.{field}" for field in ("scale", "amax_history", "counts")
+    }
 
 
 def test_a_product_outside_the_layers_that_were_calibrated_begins_without() -> None:
@@ -57,4 +72,4 @@ def test_a_product_outside_the_layers_that_were_calibrated_begins_without() -> N
     torch.compile(model, backend=UncompiledBackend(Config()))(x).sum().backward()
     state = scaling_state(model).state_dict()
     assert state["layer#0.input.amax_history"][0] == 7 * x.abs().max()
-    assert state["#0.input.amax_history"][0] == 2 * x.abs().max()
+    assert state["matrix#0.input.amax_history"][0] == 2 * x.abs().max()

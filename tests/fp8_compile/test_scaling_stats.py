@@ -10,6 +10,7 @@ import fp8_reference
 import numpy as np
 import pytest
 import torch
+from delayed_reference import Model, Rule
 from joint_graph import copy_graph
 from torch import Tensor, fx, nn
 from uncompiled import NO_CACHE, UncompiledBackend
@@ -19,7 +20,7 @@ from fp8_compile.scaling_stats import StatsRow
 
 D, OUT, TOKENS = 32, 48, 16
 each_target = pytest.mark.parametrize("target", ["cpu", "cuda:90"])
-FORMATS = {"input": fp8_reference.E4M3, "weight": fp8_reference.E4M3, "grad_output": fp8_reference.E5M2}
+ROLES = ("input", "weight", "grad_output")
 
 
 def layer(target: str = "cpu", **options: Any) -> tuple[nn.Linear, Callable[..., Any]]:
@@ -35,15 +36,16 @@ def rows(model: Any) -> dict[str, StatsRow]:
 class Count:
     """The figures of a row, from the tensors that were quantized and the scales that were known."""
 
-    def __init__(self, role: str) -> None:
-        self.format, self.scale, self.history = FORMATS[role], np.float32(0), []
+    def __init__(self, role: str, model: Model) -> None:
+        self.slot = (model.backward if role == "grad_output" else model.forward).slot(role)
+        self.format = self.slot.page.format
         self.elements = self.overflow = self.underflow = 0
         self.signal = self.noise = 0.0
 
     def add(self, tensor: Tensor) -> None:
         x, largest = fp8_reference.to_numpy(tensor, np.float32), np.float32(self.format.max)
         amax = np.abs(x).max()
-        scale = self.scale or (np.float32(1) / amax) * largest
+        scale = self.slot.scale_for(amax)
         scaled = x * scale
         back = self.format.round(np.clip(scaled, -largest, largest)) / float(scale)
         self.elements += x.size
@@ -51,13 +53,14 @@ class Count:
         self.underflow += int(((x != 0) & (back == 0)).sum())
         self.signal += float((x.astype(np.float64) ** 2).sum())
         self.noise += float(((x - back) ** 2).sum())
-        self.history = [*self.history, amax][-4:]
-        self.scale = (np.float32(1) / max(self.history)) * largest
+        self.slot.record(amax)
 
     def check(self, row: StatsRow) -> None:
         assert (row.elements, row.overflow, row.underflow) == (self.elements, self.overflow, self.underflow), row
         assert row.sqnr == pytest.approx(10 * math.log10(self.signal / self.noise), abs=1e-3)
-        assert (row.amax, row.scale) == (float(self.history[-1]), float(self.scale))
+        slot = self.slot
+        assert (row.amax, row.scale) == (float(slot.entered[-1]), float(slot.quant_scale))
+        assert (row.steps, row.saturated, row.small) == (slot.passes, slot.saturated, slot.small)
 
 
 def spread(seed: int) -> Tensor:
@@ -70,20 +73,23 @@ def spread(seed: int) -> Tensor:
 @each_target
 def test_every_figure_is_that_of_an_independent_count_through_a_jump_and_an_underflow(target: str) -> None:
     model, compiled = layer(target)
-    counts = {role: Count(role) for role in FORMATS}
+    expected = Model(Rule(amax_history_len=4))
+    counts = {role: Count(role, expected) for role in ROLES}
     batches = [torch.randn(TOKENS, D), torch.randn(TOKENS, D), 1000 * torch.randn(TOKENS, D), spread(3)]
     for number, x in enumerate(batches):
         y = compiled(x)
         grad_output = 10.0**-number * torch.randn(TOKENS, OUT)
         y.backward(grad_output)
+        expected.begin_step()
         for role, tensor in (("input", x), ("weight", model.weight), ("grad_output", grad_output)):
             counts[role].add(tensor)
+        expected.end_step()
     found = rows(model)
     assert set(found) == set(counts)
     for role, count in counts.items():
         count.check(found[role])
     assert found["input"].overflow > TOKENS * D // 2, "most of the batch of the jump was saturated"
-    assert found["input"].underflow > 10
+    assert found["input"].underflow > 10 and found["input"].saturated == 1
     assert found["weight"].overflow == 0 and found["weight"].sqnr > 25
 
 
@@ -96,7 +102,7 @@ def test_a_steady_tensor_has_no_overflow_and_the_noise_of_its_format(target: str
     found = rows(model)
     assert all(row.overflow == row.underflow == 0 for row in found.values())
     assert 28 < found["input"].sqnr < 36 and 22 < found["grad_output"].sqnr < 30
-    assert [found[role].elements for role in FORMATS] == [3 * TOKENS * D, 3 * OUT * D, 3 * TOKENS * OUT]
+    assert [found[role].elements for role in ROLES] == [3 * TOKENS * D, 3 * OUT * D, 3 * TOKENS * OUT]
 
 
 def test_what_is_not_finite_is_not_counted() -> None:
@@ -140,13 +146,28 @@ def test_the_table_has_a_line_a_slot_and_says_how_much_was_saturated() -> None:
     compiled(1000 * torch.randn(TOKENS, D)).sum().backward()
     stats = scaling_state(model).stats()
     lines = str(stats).splitlines()
-    assert lines[0].split() == ["slot", "elements", "overflow", "underflow", "amax", "scale", "SQNR", "dB"]
+    steps, elements = ["steps", "saturated", "small"], ["elements", "overflow", "underflow"]
+    assert lines[0].split() == ["slot", *steps, *elements, "amax", "scale", "SQNR", "dB"]
     assert set(lines[1]) == {"-"} and len(lines) == 2 + 3 and repr(stats) == str(stats)
     (line,) = [line for line in lines if line.startswith("#0.input")]
     overflow = next(row.overflow for row in stats if row.slot == "#0.input")
     assert f"{overflow} ({overflow / (2 * TOKENS * D):.2%})" in line
     weight = next(line for line in lines if line.startswith("#0.weight"))
     assert "%" not in weight, "nothing of the weight was lost"
+
+
+def test_the_state_says_first_whether_numbers_were_lost() -> None:
+    model, compiled = layer(stats=False)
+    assert "recipe='delayed'" in repr(scaling_state(model)) and "of no tensors" in repr(scaling_state(model))
+    compiled(torch.randn(TOKENS, D)).sum().backward()
+    assert repr(scaling_state(model)) == (
+        "ScalingState of 3 tensors, 1 steps; none was ever saturated or too small for its scale"
+    )
+    for factor in (1000, 1e-4):
+        compiled(factor * torch.randn(TOKENS, D)).sum().backward()
+    head, line = repr(scaling_state(model)).splitlines()
+    assert head == "ScalingState of 3 tensors, 3 steps; 1 lost numbers:"
+    assert line == "  #0.input: saturated in 1 of 3 steps, too small for its scale in 1 of 3 steps"
 
 
 # --- off
@@ -158,7 +179,7 @@ def test_without_stats_rows_have_the_amax_and_the_scale_only() -> None:
     compiled(x).sum().backward()
     row = rows(model)["input"]
     assert (row.elements, row.overflow, row.underflow) == (0, 0, 0) and math.isnan(row.sqnr)
-    assert row.amax == x.abs().max().item() and row.scale == pytest.approx(448 / row.amax)
+    assert row.amax == x.abs().max().item() and row.scale == pytest.approx(448 / (4 * row.amax))
     assert "nan" in str(scaling_state(model).stats())
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from called_ops import CalledOps
 from interpreted import check_same, interpreted
-from torch import nn
+from torch import Tensor, nn
+from uncompiled import UncompiledBackend
 
 import fp8_compile
 from fp8_compile.kernels.delayed_scaling import DEQUANT, QUANT, cast_delayed
@@ -240,3 +241,23 @@ def test_weights_on_a_gpu_and_on_the_cpu_are_each_quantized_where_they_are(monke
     cache._refresh({here: weight, there: elsewhere})
     assert launched == [{there: elsewhere}]
     check_fresh(here, weight, cache)
+
+
+def test_a_graph_that_is_compiled_after_a_break_does_not_spoil_the_backward_of_the_graph_before() -> None:
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            torch._dynamo.graph_break()
+            return self.second(x)
+
+    model = Broken()
+    compiled = torch.compile(model, backend=UncompiledBackend())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fp8_compile.attach(compiled, optimizer)
+    for _ in range(2):
+        compiled(torch.randn(16, 32, requires_grad=True)).square().mean().backward()
+        optimizer.step()

@@ -12,6 +12,7 @@ import torch
 from absent_gpu import absent_gpu
 from called_ops import CalledOps
 from compile_kernels import compile_kernels
+from delayed_reference import scale_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -31,15 +32,8 @@ usable = st.one_of(
     st.sampled_from([value for value in SPECIAL if 0 < value < math.inf]),
     st.floats(DENORMAL, float(LARGEST), width=32, allow_subnormal=True),
 )
-margins = st.one_of(st.integers(-64, 64), st.sampled_from([-64, 127, 128, 300, 1000]))
+exponents = st.integers(-126, 127)  # of FP32's normal powers of two
 formats = st.sampled_from(FORMATS)
-
-
-def scale_in_numpy(amax: float, largest: float, margin: int) -> np.float32:
-    """``(1 / (amax * 2**margin)) * F``, each step rounded to FP32 and capped."""
-    with np.errstate(all="ignore"):
-        reach = min(f32(f32(amax) * f32(2.0**margin)), f32(LARGEST))
-        return min(f32(f32(1) / reach) * f32(largest), f32(LARGEST))
 
 
 def same_bits(found: torch.Tensor, expected: Any) -> bool:
@@ -50,16 +44,22 @@ def same_bits(found: torch.Tensor, expected: Any) -> bool:
 # --- scale_of and first_scale
 
 
-@given(usable, formats, margins)
-def test_a_scale_is_the_formula_in_fp32_and_always_finite_and_above_zero(amax, format, margin) -> None:
-    scale = delayed.scale_of(torch.tensor(amax), format.max, margin)
-    assert same_bits(scale, scale_in_numpy(amax, format.max, margin))
+@given(usable, formats, exponents)
+def test_a_scale_is_the_formula_in_fp32_and_always_finite_and_above_zero(amax, format, exponent) -> None:
+    scale = delayed.scale_of(torch.tensor(amax), format.max, torch.tensor(exponent, dtype=torch.int32))
+    assert same_bits(scale, scale_of(f32(amax), TABLES[format.dtype], exponent))
     assert 0 < scale.item() < math.inf
+
+
+@given(usable, formats)
+def test_without_an_exponent_a_scale_is_that_of_an_exponent_of_zero(amax, format) -> None:
+    scale = delayed.scale_of(torch.tensor(amax), format.max)
+    assert same_bits(scale, scale_of(f32(amax), TABLES[format.dtype]))
 
 
 @given(usable, st.sampled_from((E4M3, E5M2)))
 def test_an_amax_scaled_by_its_own_scale_reaches_the_largest_value_unless_the_scale_is_capped(amax, format) -> None:
-    scale = delayed.scale_of(torch.tensor(amax), format.max, 0)
+    scale = delayed.scale_of(torch.tensor(amax), format.max)
     reached = float(amax) * scale.item()
     assert reached == pytest.approx(format.max, rel=1e-6) if scale < LARGEST else reached < format.max * (1 + 1e-6)
 
@@ -67,17 +67,22 @@ def test_an_amax_scaled_by_its_own_scale_reaches_the_largest_value_unless_the_sc
 @pytest.mark.parametrize("margin", [-3, -1, 1, 5])
 def test_a_margin_is_that_many_powers_of_two_of_room(margin: int) -> None:
     amax = torch.tensor(3.7)
-    plain, with_room = (delayed.scale_of(amax, 448.0, m) for m in (0, margin))
+    plain, with_room = (delayed.scale_of(amax, 448.0, torch.tensor(m, dtype=torch.int32)) for m in (0, margin))
     assert with_room.item() == plain.item() / 2.0**margin
 
 
-@given(amaxes, st.sampled_from([0.0, 0.25, 7.0]), formats, st.integers(-8, 8))
-def test_a_first_scale_is_the_tensors_own_only_where_there_is_none(amax, known, format, margin) -> None:
-    found = delayed.first_scale(torch.tensor(known), torch.tensor(amax), format.max, margin)
+def test_powers_of_two_are_exact() -> None:
+    exponents = torch.arange(-126, 128, dtype=torch.int32)
+    assert delayed.power_of_two(exponents).tolist() == [2.0**exponent for exponent in range(-126, 128)]
+
+
+@given(amaxes, st.sampled_from([0.0, 0.25, 7.0]), formats)
+def test_a_first_scale_is_the_tensors_own_without_a_margin_and_only_where_there_is_none(amax, known, format) -> None:
+    found = delayed.first_scale(torch.tensor(known), torch.tensor(amax), format.max)
     if known > 0:
         expected = f32(known)
     elif 0 < amax < math.inf:
-        expected = scale_in_numpy(amax, format.max, margin)
+        expected = scale_of(f32(amax), TABLES[format.dtype])
     else:
         expected = f32(1)
     assert same_bits(found, expected)
@@ -135,141 +140,54 @@ def test_a_cast_of_nothing_is_nothing(shape) -> None:
     assert q.shape == shape and q.dtype == E4M3.dtype
 
 
-# --- update
-
-
-class Slots:
-    """C slots in NumPy: lists instead of rings, one slot at a time."""
-
-    def __init__(self, count: int, length: int) -> None:
-        self.length, self.entered = length, [[] for _ in range(count)]
-        self.passes, self.scale = [0] * count, [f32(0)] * count
-
-    def update(self, amaxes: list[float], largest: float, margin: int, algorithm: str, interval: int) -> None:
-        for slot, amax in enumerate(amaxes):
-            if amax == -1:
-                continue
-            self.passes[slot] += 1
-            if math.isfinite(amax):
-                self.entered[slot].append(f32(amax))
-            window = self.entered[slot][-self.length :]
-            m = self.summary(window, algorithm) if window else f32(0)
-            if m > 0 and (self.passes[slot] % interval == 0 or self.scale[slot] == 0):
-                self.scale[slot] = scale_in_numpy(m, largest, margin)
-
-    @staticmethod
-    def summary(window: list[np.float32], algorithm: str) -> np.float32:
-        if algorithm == "max":
-            return max(window)
-        if algorithm == "most_recent":
-            return window[-1]
-        falling = sorted(window, reverse=True)
-        from_top = f32(0.01) * f32(len(window) - 1)  # 99 of 100 lie below: so far from the largest
-        high, low = (falling[min(int(from_top) + step, len(window) - 1)] for step in (0, 1))
-        return f32(high - f32(f32(high - low) * f32(from_top - f32(int(from_top)))))
-
-    def ring(self, slot: int) -> np.ndarray:
-        """The history as it lies in memory: the n-th that entered at n modulo L."""
-        row = np.zeros(self.length, np.float32)
-        for number, amax in enumerate(self.entered[slot]):
-            row[number % self.length] = amax
-        return row
-
-
-PASSES = st.lists(st.lists(st.one_of(st.just(-1.0), amaxes), min_size=3, max_size=3), min_size=1, max_size=12)
-
-
-@settings(max_examples=150)
-@given(
-    PASSES, st.sampled_from([1, 2, 3, 16, 150]), formats, st.integers(-8, 8),
-    st.sampled_from(["max", "most_recent", "p99"]), st.integers(1, 4),
-)  # fmt: skip
-def test_updates_are_those_of_slots_kept_one_by_one_in_numpy(passes, length, format, margin, algorithm, interval):
-    expected = Slots(3, length)
-    history, scales = torch.zeros(3, length), torch.zeros(2, 3)
-    counts = torch.zeros(2, 3, dtype=torch.int32)
-    rule = (format.max, margin, algorithm, interval)
-    for recorded in passes:
-        before = history.clone(), scales.clone(), counts.clone()
-        history, scales, counts = delayed.update(*before, torch.tensor(recorded), *rule)
-        expected.update(recorded, *rule)
-        assert same_bits(history, np.stack([expected.ring(slot) for slot in range(3)]))
-        assert same_bits(scales[delayed.QUANT], expected.scale)
-        with np.errstate(divide="ignore"):
-            dequant = [f32(1) / scale if scale else f32(0) for scale in expected.scale]
-        assert same_bits(scales[delayed.DEQUANT], dequant)
-        assert same_bits(counts, [expected.passes, [len(entered) for entered in expected.entered]])
-        assert history.isfinite().all() and scales.isfinite().all()
-
-
-@given(st.lists(st.floats(2.0**-20, 2.0**20, width=32), min_size=1, max_size=250), st.sampled_from([4, 16, 200]))
-def test_the_99th_percentile_is_numpys_over_what_has_entered(entered, length) -> None:
-    history, scales = torch.zeros(1, length), torch.zeros(2, 1)
-    counts = torch.zeros(2, 1, dtype=torch.int32)
-    for amax in entered:
-        history, scales, counts = delayed.update(history, scales, counts, torch.tensor([amax]), 448.0, 0, "p99")
-    percentile = np.percentile(np.array(entered[-length:], np.float64), 99)
-    assert 448.0 / scales[0].item() == pytest.approx(percentile, rel=1e-5)
-
-
-def test_a_pass_in_which_a_slot_was_absent_changes_nothing_of_it() -> None:
-    history, scales, counts = torch.rand(4, 5), torch.rand(2, 4), torch.full((2, 4), 7, dtype=torch.int32)
-    absent = torch.full((4,), delayed.ABSENT)
-    for algorithm in ("max", "most_recent", "p99"):
-        after = delayed.update(history, scales.clone(), counts, absent, 448.0, 0, algorithm, 1)
-        assert torch.equal(after[0], history) and torch.equal(after[2], counts)
-        assert torch.equal(after[1][0], scales[0])
-
-
-@pytest.mark.parametrize("bad", [math.inf, math.nan])
-def test_an_amax_that_is_not_finite_counts_as_a_pass_and_does_not_enter(bad: float) -> None:
-    history, scales, counts = delayed.update(
-        torch.zeros(1, 4), torch.zeros(2, 1), torch.zeros(2, 1, dtype=torch.int32), torch.tensor([8.0]), 448.0
-    )
-    after = delayed.update(history, scales, counts, torch.tensor([bad]), 448.0)
-    assert torch.equal(after[0], history) and torch.equal(after[1], scales)
-    assert after[2][:, 0].tolist() == [2, 1]
+# --- the operations
 
 
 def test_the_ops_in_place_do_what_the_functional_ones_do() -> None:
     generator = torch.Generator().manual_seed(1)
-    history, counts = torch.zeros(6, 3), torch.zeros(2, 6, dtype=torch.int32)
+    history, counts = torch.zeros(6, 3), torch.zeros(delayed.STEADY + 1, 6, dtype=torch.int32)
+    counts[delayed.MARGIN] = torch.arange(-2, 4)
+    counts[delayed.LOOK, 2] = 1
     scales, pending = torch.zeros(2, 6), torch.full((6,), delayed.ABSENT)
     in_place = [tensor.clone() for tensor in (pending, history, scales, counts)]
-    rule = (448.0, 1, "p99", 2)
+    rule = (448.0, "p99", 2)
     for step in range(7):
         known = torch.empty_like(scales)
         expected_known = delayed.next_scales_op(pending, history, scales, counts, *rule)
         history, scales, counts = delayed.update_op(pending, history, scales, counts, *rule)
-        recorded = [torch.rand(1, 1, generator=generator) for _ in range(4)]
+        recorded = [torch.rand(1, 1, generator=generator) * 4**step for _ in range(4)]
         rows = [5, 0, 2, 0]
-        pending = delayed.record_op(pending, scales, recorded, rows, step == 3, [])
         delayed.update_in_place_op(*in_place, known, *rule)
-        delayed.record_in_place_op(in_place[0], in_place[2], recorded, rows, step == 3)
-        assert torch.equal(known, expected_known) and torch.equal(known, scales)
+        assert (in_place[0] == delayed.ABSENT).all()
+        if step == 3:  # several passes in a row, without an update between them
+            pending = delayed.accumulate_op(torch.full((6,), delayed.ABSENT), recorded[:2], rows[:2], [])
+            pending = delayed.accumulate_op(pending, recorded[2:], rows[2:], [])
+            delayed.accumulate_in_place_op(in_place[0], recorded[:2], rows[:2])
+            delayed.accumulate_in_place_op(in_place[0], recorded[2:], rows[2:])
+        else:
+            pending = delayed.record_op(pending, recorded, rows, [])
+            delayed.record_in_place_op(in_place[0], recorded, rows)
+        assert torch.equal(known, expected_known)
+        assert torch.equal(known, torch.where(counts[delayed.LOOK] == 0, scales, 0.0))
         for found, expected in zip(in_place, (pending, history, scales, counts)):
             assert torch.equal(found, expected), step
+    assert counts[delayed.SATURATED].any() and not counts[delayed.SATURATED, 2], "room was part of it"
 
 
 # --- record
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 4), amaxes), max_size=10),
-    st.lists(st.sampled_from([0.0, 2.0]), min_size=5, max_size=5),
-    st.booleans(),
-)
-def test_a_record_holds_the_largest_of_each_slot_with_nan_above_all(recorded, known, first_only) -> None:
-    scales = torch.tensor([known, known])
-    values = [torch.tensor([[amax]]) for _, amax in recorded]
-    old = torch.full((5,), 3.0)
-    found = delayed.record(old, scales, values, [row for row, _ in recorded], first_only)
-    for slot in range(5):
-        mine = [f32(amax) for row, amax in recorded if row == slot]
-        expected = f32(-1)
-        if mine and not (first_only and known[slot]):
+@given(st.lists(st.tuples(st.integers(0, 4), amaxes), max_size=10))
+def test_a_record_holds_the_largest_of_each_slot_with_nan_above_all(recorded) -> None:
+    values, rows = [torch.tensor([[amax]]) for _, amax in recorded], [row for row, _ in recorded]
+    for old, found in (
+        (f32(-1), delayed.record(torch.full((5,), 3.0), values, rows)),
+        (f32(3), delayed.accumulate(torch.full((5,), 3.0), values, rows)),
+    ):
+        for slot in range(5):
+            mine = [old, *(f32(amax) for row, amax in recorded if row == slot)]
             expected = f32(np.nan) if any(map(np.isnan, mine)) else max(mine)
-        np.testing.assert_array_equal(found[slot].numpy(), expected)
+            np.testing.assert_array_equal(found[slot].numpy(), expected)
 
 
 # --- count
@@ -306,7 +224,7 @@ def test_counts_are_those_of_a_loop_over_the_elements(values, scale, format) -> 
 @pytest.mark.parametrize("magnitude", [1e-30, 1e30])
 def test_signal_and_noise_of_values_far_from_one_neither_vanish_nor_overflow(magnitude: float) -> None:
     x = torch.linspace(0.1, 1, 50)[None] * magnitude
-    scale = delayed.scale_of(x.abs().amax().view(1, 1), E5M2.max, 0)
+    scale = delayed.scale_of(x.abs().amax().view(1, 1), E5M2.max)
     counted = delayed.count(x, delayed.cast_delayed(x, scale, E5M2.dtype), scale, 1 / scale, E5M2.max)
     assert counted[3].item() == pytest.approx(x.double().square().sum().item(), rel=1e-5, abs=0)
     assert 20 < 10 * math.log10(counted[3] / counted[4]) < 40

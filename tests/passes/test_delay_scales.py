@@ -9,17 +9,20 @@ import expecttest
 import pytest
 import torch
 from graph_text import DTYPES, op_name, ops, render
-from joint_graph import JointGraph, apply, joint_graph, make, random_inputs, run
+from joint_graph import JointGraph, apply, fp8, joint_graph, make, random_inputs, run
 from torch import fx, nn
 from torch._functorch._aot_autograd.descriptors import BufferAOTInput
 from torch._subclasses import FakeTensorMode
 
 from fp8_compile.kernels import delayed_scaling
+from fp8_compile.kernels.delayed_scaling import STEADY
+from fp8_compile.kernels.formats import E4M3, E4M3_FNUZ, E5M2
 from fp8_compile.passes.delay_scales import DelayScales, UpdateRule
+from fp8_compile.passes.find_matmuls import Role
 from fp8_compile.passes.lower_quantizes import LowerQuantizes
 from fp8_compile.passes.rewrite_matmuls import RewriteMatmuls
 from fp8_compile.passes.share_quantizes import ShareQuantizes
-from fp8_compile.passes.slot import BACKWARD, FIELDS, FORWARD, STATS, Place, Slot, buffer_name
+from fp8_compile.passes.slot import BACKWARD, FIELDS, FORWARD, FROZEN, STATS, Place, TensorUse, buffer_name, state_of
 
 DTYPES.setdefault(torch.int32, "i32")
 LENGTH = 3
@@ -27,16 +30,23 @@ STATE_OPS = ("next_scales", "update_scales", "record_amaxes", "add_counts")
 
 
 class Pool:
-    """Slots in the order in which they are asked for, in one page a direction."""
+    """Slots in the order in which they are asked for, in one page per direction. ``frozen``: of inputs alone, all of
+    them frozen."""
 
-    def __init__(self) -> None:
-        self.slots: dict[str, list[Slot]] = {FORWARD: [], BACKWARD: []}
+    def __init__(self, *, frozen: bool = False) -> None:
+        self.frozen = frozen
+        self.slots: dict[str, list[TensorUse]] = {FORWARD: [], BACKWARD: [], FROZEN: []}
 
-    def place(self, slot: Slot) -> Place:
-        known = self.slots[slot.direction]
-        if slot not in known:
-            known.append(slot)
-        return Place(0, known.index(slot))
+    def direction(self, tensor: TensorUse) -> str:
+        return FROZEN if self.frozen else tensor.direction
+
+    def place(self, tensor: TensorUse) -> Place | None:
+        if self.frozen and tensor.role is not Role.INPUT:
+            return None
+        known = self.slots[self.direction(tensor)]
+        if tensor not in known:
+            known.append(tensor)
+        return Place(0, known.index(tensor))
 
 
 @dataclasses.dataclass
@@ -46,14 +56,15 @@ class Delayed:
     changes: int
 
 
-def add_state(graph: fx.Graph, rows: int, *, stats: bool = False) -> None:
-    """Placeholders for a page a direction, as the backend's buffers become."""
+def add_state(graph: fx.Graph, rows: int, *, stats: bool = False, frozen: bool = False) -> None:
+    """Placeholders for a page per direction, as the backend's buffers become."""
     first = next(iter(graph.nodes))
     mode: FakeTensorMode = first.meta["val"].fake_mode
-    shapes = {"amaxes": (rows,), "history": (rows, LENGTH), "scales": (2, rows), "counts": (2, rows), STATS: (rows, 5)}
+    shapes = {"amaxes": (rows,), "history": (rows, LENGTH), "scales": (2, rows), "counts": (STEADY + 1, rows)}
+    shapes[STATS] = (rows, 5)
     dtypes = {"counts": torch.int32, STATS: torch.float64}
     with graph.inserting_before(first):
-        for direction in (FORWARD, BACKWARD):
+        for direction in (FORWARD, BACKWARD, FROZEN)[: 3 if frozen else 2]:
             for field in (*FIELDS, STATS) if stats else FIELDS:
                 name = buffer_name(direction, 0, field)
                 node = graph.placeholder(name)
@@ -61,9 +72,17 @@ def add_state(graph: fx.Graph, rows: int, *, stats: bool = False) -> None:
                 node.meta.update(val=mode.from_tensor(made, static_shapes=True), desc=BufferAOTInput(name))
 
 
-def delayed(joint: JointGraph, target: str = "cpu", *, rows: int = 4, stats: bool = False, **options: Any) -> Delayed:
-    graph, pool = joint.copy(), Pool()
-    add_state(graph, rows, stats=stats)
+def delayed(
+    joint: JointGraph,
+    target: str = "cpu",
+    *,
+    rows: int = 4,
+    stats: bool = False,
+    frozen: bool = False,
+    **options: Any,
+) -> Delayed:
+    graph, pool = joint.copy(), Pool(frozen=frozen)
+    add_state(graph, rows, stats=stats, frozen=frozen)
     apply(RewriteMatmuls(make(target, recipe="delayed"), joint.names), graph)
     apply(ShareQuantizes(), graph)
     rule = UpdateRule(**options)
@@ -105,18 +124,18 @@ def test_golden_for_a_gpu_where_scales_are_known_before_the_tensors(linear: Join
 fp8_forward_0_amaxes: f32[4]
 fp8_forward_0_history: f32[4, 3]
 fp8_forward_0_scales: f32[2, 4]
-fp8_forward_0_counts: i32[2, 4]
+fp8_forward_0_counts: i32[10, 4]
 fp8_backward_0_amaxes: f32[4]
 fp8_backward_0_history: f32[4, 3]
 fp8_backward_0_scales: f32[2, 4]
-fp8_backward_0_counts: i32[2, 4]
+fp8_backward_0_counts: i32[10, 4]
 primals_1: f32[64, 32]
 primals_2: f32[8, 32]
 tangents_1: f32[8, 64]
 next_scales: f32[2, 4] = next_scales(fp8_backward_0_amaxes, fp8_backward_0_history, fp8_backward_0_scales,
-    fp8_backward_0_counts, 57344.0, 0, max, 1)
+    fp8_backward_0_counts, 57344.0, max, 1)
 next_scales_1: f32[2, 4] = next_scales(fp8_forward_0_amaxes, fp8_forward_0_history, fp8_forward_0_scales,
-    fp8_forward_0_counts, 448.0, 0, max, 1)
+    fp8_forward_0_counts, 448.0, max, 1)
 select: f32[4] = select(next_scales_1, 0, 0)
 select_1: f32[] = select(select, 0, 0)
 view: f32[1, 1] = view(select_1, [1, 1])
@@ -173,21 +192,20 @@ bitcast_4: u8[64, 32] = bitcast(to_1, u8)
 clone_2: u8[32, 64] = clone(bitcast_4.T)
 bitcast_5: e4m3[32, 64] = bitcast(clone_2, e4m3)
 _scaled_mm_2: f32[8, 32] = _scaled_mm(to_2, bitcast_5.T, view_5, view_3)
-update_scales: (f32[4, 3], f32[2, 4], i32[2, 4]) = update_scales(fp8_forward_0_amaxes, fp8_forward_0_history,
-    fp8_forward_0_scales, fp8_forward_0_counts, 448.0, 0, max, 1)
-record_amaxes: f32[4] = record_amaxes(fp8_forward_0_amaxes, update_scales[1], [amax, amax_1], [0, 1], False,
-    [next_scales_1, bitcast_3, bitcast_5])
+update_scales: (f32[4, 3], f32[2, 4], i32[10, 4]) = update_scales(fp8_forward_0_amaxes, fp8_forward_0_history,
+    fp8_forward_0_scales, fp8_forward_0_counts, 448.0, max, 1)
+record_amaxes: f32[4] = record_amaxes(fp8_forward_0_amaxes, [amax, amax_1], [0, 1], [next_scales_1, bitcast_3,
+    bitcast_5])
 copy_: f32[4, 3] = copy_(fp8_forward_0_history, update_scales[0])
 copy__1: f32[2, 4] = copy_(fp8_forward_0_scales, update_scales[1])
-copy__2: i32[2, 4] = copy_(fp8_forward_0_counts, update_scales[2])
+copy__2: i32[10, 4] = copy_(fp8_forward_0_counts, update_scales[2])
 copy__3: f32[4] = copy_(fp8_forward_0_amaxes, record_amaxes)
-update_scales_1: (f32[4, 3], f32[2, 4], i32[2, 4]) = update_scales(fp8_backward_0_amaxes, fp8_backward_0_history,
-    fp8_backward_0_scales, fp8_backward_0_counts, 57344.0, 0, max, 1)
-record_amaxes_1: f32[4] = record_amaxes(fp8_backward_0_amaxes, update_scales_1[1], [amax_2], [0], False,
-    [next_scales])
+update_scales_1: (f32[4, 3], f32[2, 4], i32[10, 4]) = update_scales(fp8_backward_0_amaxes, fp8_backward_0_history,
+    fp8_backward_0_scales, fp8_backward_0_counts, 57344.0, max, 1)
+record_amaxes_1: f32[4] = record_amaxes(fp8_backward_0_amaxes, [amax_2], [0], [next_scales])
 copy__4: f32[4, 3] = copy_(fp8_backward_0_history, update_scales_1[0])
 copy__5: f32[2, 4] = copy_(fp8_backward_0_scales, update_scales_1[1])
-copy__6: i32[2, 4] = copy_(fp8_backward_0_counts, update_scales_1[2])
+copy__6: i32[10, 4] = copy_(fp8_backward_0_counts, update_scales_1[2])
 copy__7: f32[4] = copy_(fp8_backward_0_amaxes, record_amaxes_1)
 return _scaled_mm, _scaled_mm_1, _scaled_mm_2
 """)
@@ -201,48 +219,46 @@ def state_and_scales(node: fx.Node) -> bool:
 def test_golden_for_a_cpu_where_a_slot_without_a_scale_takes_its_own(linear: JointGraph) -> None:
     expecttest.assert_expected_inline(render(delayed(linear).graph, state_and_scales), """\
 next_scales: f32[2, 4] = next_scales(fp8_backward_0_amaxes, fp8_backward_0_history, fp8_backward_0_scales,
-    fp8_backward_0_counts, 57344.0, 0, max, 1)
+    fp8_backward_0_counts, 57344.0, max, 1)
 next_scales_1: f32[2, 4] = next_scales(fp8_forward_0_amaxes, fp8_forward_0_history, fp8_forward_0_scales,
-    fp8_forward_0_counts, 448.0, 0, max, 1)
+    fp8_forward_0_counts, 448.0, max, 1)
 select: f32[4] = select(next_scales_1, 0, 0)
 select_1: f32[] = select(select, 0, 0)
 amax: f32[1, 1] = amax(abs, [0, 1], True)
-reciprocal: f32[1, 1] = reciprocal(clamp_max)
-where: f32[1, 1] = where(bitwise_and, clamp_max_1, scalar_tensor)
+reciprocal: f32[1, 1] = reciprocal(amax)
+where: f32[1, 1] = where(bitwise_and, clamp_max, scalar_tensor)
 where_1: f32[1, 1] = where(gt_1, view, where)
 reciprocal_1: f32[1, 1] = reciprocal(where_1)
 select_2: f32[4] = select(next_scales_1, 0, 0)
 select_3: f32[] = select(select_2, 0, 1)
 amax_1: f32[1, 1] = amax(abs_1, [0, 1], True)
-reciprocal_2: f32[1, 1] = reciprocal(clamp_max_3)
-where_2: f32[1, 1] = where(bitwise_and_1, clamp_max_4, scalar_tensor_1)
+reciprocal_2: f32[1, 1] = reciprocal(amax_1)
+where_2: f32[1, 1] = where(bitwise_and_1, clamp_max_2, scalar_tensor_1)
 where_3: f32[1, 1] = where(gt_3, view_1, where_2)
 reciprocal_3: f32[1, 1] = reciprocal(where_3)
 _scaled_mm: f32[8, 64] = _scaled_mm(to, to_1.T, reciprocal_1, reciprocal_3.T)
 select_4: f32[4] = select(next_scales, 0, 0)
 select_5: f32[] = select(select_4, 0, 0)
 amax_2: f32[1, 1] = amax(abs_2, [0, 1], True)
-reciprocal_4: f32[1, 1] = reciprocal(clamp_max_6)
-where_4: f32[1, 1] = where(bitwise_and_2, clamp_max_7, scalar_tensor_2)
+reciprocal_4: f32[1, 1] = reciprocal(amax_2)
+where_4: f32[1, 1] = where(bitwise_and_2, clamp_max_4, scalar_tensor_2)
 where_5: f32[1, 1] = where(gt_5, view_2, where_4)
 reciprocal_5: f32[1, 1] = reciprocal(where_5)
 _scaled_mm_1: f32[64, 32] = _scaled_mm(to_2.T, to, reciprocal_5.T, reciprocal_1)
 _scaled_mm_2: f32[8, 32] = _scaled_mm(to_2, to_1, reciprocal_5, reciprocal_3)
-update_scales: (f32[4, 3], f32[2, 4], i32[2, 4]) = update_scales(fp8_forward_0_amaxes, fp8_forward_0_history,
-    fp8_forward_0_scales, fp8_forward_0_counts, 448.0, 0, max, 1)
-record_amaxes: f32[4] = record_amaxes(fp8_forward_0_amaxes, update_scales[1], [amax, amax_1], [0, 1], False,
-    [next_scales_1])
+update_scales: (f32[4, 3], f32[2, 4], i32[10, 4]) = update_scales(fp8_forward_0_amaxes, fp8_forward_0_history,
+    fp8_forward_0_scales, fp8_forward_0_counts, 448.0, max, 1)
+record_amaxes: f32[4] = record_amaxes(fp8_forward_0_amaxes, [amax, amax_1], [0, 1], [next_scales_1])
 copy_: f32[4, 3] = copy_(fp8_forward_0_history, update_scales[0])
 copy__1: f32[2, 4] = copy_(fp8_forward_0_scales, update_scales[1])
-copy__2: i32[2, 4] = copy_(fp8_forward_0_counts, update_scales[2])
+copy__2: i32[10, 4] = copy_(fp8_forward_0_counts, update_scales[2])
 copy__3: f32[4] = copy_(fp8_forward_0_amaxes, record_amaxes)
-update_scales_1: (f32[4, 3], f32[2, 4], i32[2, 4]) = update_scales(fp8_backward_0_amaxes, fp8_backward_0_history,
-    fp8_backward_0_scales, fp8_backward_0_counts, 57344.0, 0, max, 1)
-record_amaxes_1: f32[4] = record_amaxes(fp8_backward_0_amaxes, update_scales_1[1], [amax_2], [0], False,
-    [next_scales])
+update_scales_1: (f32[4, 3], f32[2, 4], i32[10, 4]) = update_scales(fp8_backward_0_amaxes, fp8_backward_0_history,
+    fp8_backward_0_scales, fp8_backward_0_counts, 57344.0, max, 1)
+record_amaxes_1: f32[4] = record_amaxes(fp8_backward_0_amaxes, [amax_2], [0], [next_scales])
 copy__4: f32[4, 3] = copy_(fp8_backward_0_history, update_scales_1[0])
 copy__5: f32[2, 4] = copy_(fp8_backward_0_scales, update_scales_1[1])
-copy__6: i32[2, 4] = copy_(fp8_backward_0_counts, update_scales_1[2])
+copy__6: i32[10, 4] = copy_(fp8_backward_0_counts, update_scales_1[2])
 copy__7: f32[4] = copy_(fp8_backward_0_amaxes, record_amaxes_1)
 return _scaled_mm, _scaled_mm_1, _scaled_mm_2
 """)
@@ -264,8 +280,8 @@ def test_one_update_and_one_record_a_direction_however_many_layers(stack: JointG
     assert counts["copy_"] == 8 + 2 * stats and "quantize" not in counts
     assert (len(made.pool.slots[FORWARD]), len(made.pool.slots[BACKWARD])) == (10, 5)
     recorded = [node for node in made.graph.nodes if op_name(node) == "record_amaxes"]
-    assert sorted(len(node.args[2]) for node in recorded) == [5, 10]
-    assert all(list(node.args[3]) == list(range(len(node.args[2]))) for node in recorded)
+    assert sorted(len(node.args[1]) for node in recorded) == [5, 10]
+    assert all(list(node.args[2]) == list(range(len(node.args[1]))) for node in recorded)
 
 
 def test_what_forward_quantizes_is_tagged_for_forward_and_gradients_for_backward(stack: JointGraph) -> None:
@@ -303,7 +319,7 @@ def test_without_history_the_results_are_those_of_scales_of_each_tensor_itself(l
 
 @pytest.mark.parametrize("target", ["cpu", "cuda:90"])
 def test_known_scales_quantize_and_the_state_is_written_where_it_lies(linear: JointGraph, target: str) -> None:
-    made = delayed(linear, target, margin=1)
+    made = delayed(linear, target)
     forward, backward = (buffer_name(direction, 0, "scales") for direction in (FORWARD, BACKWARD))
     quant = torch.tensor([8.0, 16.0, 0.0, 0.0]), torch.tensor([4.0, 0.0, 0.0, 0.0])
     known = [torch.stack([row, torch.where(row > 0, 1 / row, 0.0)]) for row in quant]
@@ -312,12 +328,12 @@ def test_known_scales_quantize_and_the_state_is_written_where_it_lies(linear: Jo
     weight, x, dy = inputs[-3:]
     y, grad_weight, grad_x = run(made.graph, inputs)
 
-    def fp8(tensor: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
+    def by_scale(tensor: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
         largest = torch.finfo(dtype).max
         return (tensor * scale).clamp(-largest, largest).to(dtype).double() / scale
 
-    qx, qw = fp8(x, 8, torch.float8_e4m3fn), fp8(weight, 16, torch.float8_e4m3fn)
-    qdy = fp8(dy, 4, torch.float8_e5m2)
+    qx, qw = by_scale(x, 8, torch.float8_e4m3fn), by_scale(weight, 16, torch.float8_e4m3fn)
+    qdy = by_scale(dy, 4, torch.float8_e5m2)
     for found, expected in ((y, qx @ qw.T), (grad_weight, qdy.T @ qx), (grad_x, qdy @ qw)):
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
     amaxes = [tensor.abs().max().item() for tensor in (x, weight)]
@@ -327,9 +343,11 @@ def test_known_scales_quantize_and_the_state_is_written_where_it_lies(linear: Jo
 
 
 def test_a_pass_begins_with_the_update_that_follows_from_the_one_before(linear: JointGraph) -> None:
-    made = delayed(linear, "cuda:90", margin=1)
-    name = buffer_name(FORWARD, 0, "amaxes")
-    inputs = state_inputs(made.graph, **{name: torch.tensor([2.0, 0.5, -1.0, -1.0])})
+    made = delayed(linear, "cuda:90")
+    amaxes, counts = (buffer_name(FORWARD, 0, field) for field in ("amaxes", "counts"))
+    margins = torch.zeros(STEADY + 1, 4, dtype=torch.int32)
+    margins[delayed_scaling.MARGIN] = 1
+    inputs = state_inputs(made.graph, **{amaxes: torch.tensor([2.0, 0.5, -1.0, -1.0]), counts: margins})
     by_name = named(made.graph, inputs)
     weight, x, _ = inputs[-3:]
     y = run(made.graph, inputs)[0]
@@ -339,7 +357,8 @@ def test_a_pass_begins_with_the_update_that_follows_from_the_one_before(linear: 
     qw = (weight * 448).clamp(-448, 448).to(torch.float8_e4m3fn).double() / 448
     torch.testing.assert_close(y.double(), qx @ qw.T, rtol=1e-5, atol=1e-5)
     assert by_name[buffer_name(FORWARD, 0, "history")][:, 0].tolist() == [2.0, 0.5, 0, 0]
-    assert by_name[buffer_name(FORWARD, 0, "counts")].tolist() == [[1, 1, 0, 0], [1, 1, 0, 0]]
+    assert by_name[counts][:2].tolist() == [[1, 1, 0, 0], [1, 1, 0, 0]]
+    assert torch.equal(by_name[counts][2:], margins[2:])
 
 
 # --- inference
@@ -351,20 +370,53 @@ def inference() -> JointGraph:
         return joint_graph(nn.Linear(32, 64, bias=False), torch.randn(8, 32))
 
 
-def test_an_inference_graph_for_a_gpu_records_nothing(inference: JointGraph) -> None:
-    graph = delayed(inference, "cuda:90").graph
-    (record,) = [node for node in graph.nodes if op_name(node) == "record_amaxes"]
-    assert list(record.args[2]) == list(record.args[3]) == []
-    assert "amax" not in ops(graph), "what is not recorded is not computed"
+@pytest.mark.parametrize("target", ["cpu", "cuda:90"])
+def test_an_inference_graph_reads_and_writes_no_state_of_training(inference: JointGraph, target: str) -> None:
+    """What a call computes does not depend on the calls before: each tensor has its own scale."""
+    made = delayed(inference, target)
+    counts = ops(made.graph)
+    assert made.changes == 0 and counts["quantize"] == 2
+    assert not {*STATE_OPS, "copy_"} & set(counts) and not any(made.pool.slots.values())
 
 
-def test_an_inference_graph_for_a_cpu_records_for_slots_without_a_scale_alone(inference: JointGraph) -> None:
-    graph = delayed(inference).graph
-    names = {field: buffer_name(FORWARD, 0, field) for field in FIELDS}
+@pytest.mark.parametrize("target", ["cpu", "cuda:90"])
+def test_frozen_scales_quantize_inputs_of_an_inference_graph_and_are_not_changed(
+    inference: JointGraph, target: str
+) -> None:
+    made = delayed(inference, target, frozen=True, algorithm="p99", interval=3)
+    apply(LowerQuantizes(), made.graph)
+    names = {field: buffer_name(FROZEN, 0, field) for field in FIELDS}
     known = torch.tensor([[8.0, 0, 0, 0], [0.125, 0, 0, 0]])
-    counts = torch.tensor([[1, 0, 0, 0], [1, 0, 0, 0]], dtype=torch.int32)
-    inputs = state_inputs(graph, **{names["scales"]: known, names["counts"]: counts})
-    run(graph, inputs)
-    weight = inputs[-2] if inputs[-2].shape == (64, 32) else inputs[-1]
-    assert named(graph, inputs)[names["amaxes"]].tolist() == [-1, weight.abs().max().item(), -1, -1]
-    assert ops(graph)["next_scales"] == 1
+    pending = torch.tensor([100.0, -1, -1, -1])  # of the call before: 100 * 8 is beyond 448
+    inputs = state_inputs(made.graph, **{names["scales"]: known, names["amaxes"]: pending})
+    (y,) = run(made.graph, inputs)
+    by_name = named(made.graph, inputs)
+    x, weight = sorted(inputs[-2:], key=len)
+    qx = (x * 8).clamp(-448, 448).to(torch.float8_e4m3fn).double() / 8
+    torch.testing.assert_close(y.double(), qx @ fp8(weight, torch.float8_e4m3fn).T, rtol=1e-5, atol=1e-5)
+    assert torch.equal(by_name[names["scales"]], known)
+    assert by_name[names["amaxes"]].tolist() == [x.abs().max().item(), -1, -1, -1]
+    assert by_name[names["counts"]][:5, 0].tolist() == [1, 1, 1, 0, 0], "saturated once"
+    assert made.changes == 1 and [len(slots) for slots in made.pool.slots.values()] == [0, 0, 1]
+
+
+def test_a_graph_that_trains_leaves_frozen_scales_alone(linear: JointGraph) -> None:
+    graph, pool = linear.copy(), Pool()
+    add_state(graph, 4, frozen=True)
+    assert {name.split("_")[1] for name in state_of(graph)} == {FORWARD, BACKWARD}
+    apply(RewriteMatmuls(make("cpu", recipe="delayed"), linear.names), graph)
+    apply(DelayScales(pool, UpdateRule(), look_first=True), graph)
+    unused = [node for node in graph.find_nodes(op="placeholder") if node.name.startswith(f"fp8_{FROZEN}")]
+    assert len(unused) == len(FIELDS) and not any(node.users for node in unused)
+
+
+# --- margins
+
+
+def test_weights_have_no_margin_and_what_flows_has_that_of_its_format() -> None:
+    plain, wider = UpdateRule(), UpdateRule(margin=3)
+    for format, margin in ((E4M3, 2), (E4M3_FNUZ, 2), (E5M2, 6)):
+        for role in Role:
+            expected = 0 if role is Role.WEIGHT else margin
+            assert plain.margin_of(role, format.max) == expected
+            assert wider.margin_of(role, format.max) == expected + 3, "the option comes on top"

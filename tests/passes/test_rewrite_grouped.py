@@ -169,8 +169,10 @@ class Chain(nn.Module):
 def test_a_layer_right_behind_another_reads_its_fp8_result() -> None:
     steps = run_passes(joint_graph(Chain(), torch.randn(8, 32, requires_grad=True), offsets_of(3, 5)), make("cpu"))
     assert steps[1].changes == 6
-    slots = {str(node.meta["fp8_slot"]) for node in steps[2].graph.nodes if op_name(node) == "quantize"}
-    assert slots == {f"{name}#0.{role}" for name in ("one", "two") for role in ("input", "weight", "grad_output")}
+    uses = [node.meta["fp8_use"] for node in steps[2].graph.nodes if op_name(node) == "quantize"]
+    assert len(uses) == 6 and {(use.product, use.ordinal, str(use.role)) for use in uses} == {
+        (f"{name}.w", 0, role) for name in ("one", "two") for role in ("input", "weight", "grad_output")
+    }
 
 
 @pytest.mark.parametrize(

@@ -16,14 +16,15 @@ from torch._subclasses import FakeTensorMode
 
 from fp8_compile import Config
 from fp8_compile.backend import compile_graph
-from fp8_compile.kernels.delayed_scaling import next_scales_op, record_op, update_op
+from fp8_compile.kernels.delayed_scaling import COUNTERS, next_scales_op, record_op, update_op
+from fp8_compile.kernels.gpu.update_scales import ALGORITHMS
 from fp8_compile.passes.emit import emit, getitem
 from fp8_compile.passes.lower_quantizes import SCALES
 from fp8_compile.passes.update_in_place import UpdateInPlace
 
 aten = torch.ops.aten
 FUNCTIONAL = {"next_scales", "update_scales", "record_amaxes", "copy_"}
-RULE = (448.0, 0, "max", 1)
+RULE = (448.0, "max", 1)
 
 
 def halves(model: nn.Module, target: str) -> Split:
@@ -80,7 +81,7 @@ def state_inputs(graph: fx.Graph, seed: int) -> list[Any]:
         amaxes.fill_(-1.0)[:2] = torch.tensor([3.0, -1.0])
         history.copy_(torch.rand(history.shape, generator=generator))
         scales[0], scales[1] = 8.0, 0.125
-        counts.fill_(5)
+        counts.zero_()[:COUNTERS] = 5
     return inputs
 
 
@@ -97,8 +98,8 @@ def test_one_update_at_the_start_and_one_record_at_the_end_of_each_half(three_la
         calls = [op_name(node) for node in after.nodes if node.op == "call_function"]
         assert calls[:2] == ["empty_like", "update_scales_"], "nothing may read or write the state before"
         (record,) = [node for node in after.nodes if op_name(node) == "record_amaxes_"]
-        assert len(record.args[2]) == len(record.args[3]) == slots
-        assert len(set(record.args[2])) == slots and calls.count("amax") == slots
+        assert len(record.args[1]) == len(record.args[2]) == slots
+        assert len(set(record.args[1])) == slots and calls.count("amax") == slots
 
 
 def test_each_half_writes_to_its_own_page_and_to_no_other(three_layers: Split) -> None:
@@ -121,14 +122,14 @@ def test_golden_of_the_state_in_both_halves(one_layer: Split) -> None:
     )
     expecttest.assert_expected_inline(text, """\
 empty_like: f32[2, 32] = empty_like(primals_3)
-update_scales_: None = update_scales_(primals_1, primals_2, primals_3, primals_4, empty_like, 448.0, 0, max, 1)
+update_scales_: None = update_scales_(primals_1, primals_2, primals_3, primals_4, empty_like, 448.0, max, 1)
 amax: f32[1, 1] = amax(abs, [0, 1], True)
 amax_1: f32[1, 1] = amax(abs_1, [0, 1], True)
-record_amaxes_: None = record_amaxes_(primals_1, primals_3, [amax, amax_1], [0, 1], False)
+record_amaxes_: None = record_amaxes_(primals_1, [amax, amax_1], [0, 1])
 empty_like: f32[2, 32] = empty_like(primals_7)
-update_scales_: None = update_scales_(primals_5, primals_6, primals_7, primals_8, empty_like, 57344.0, 0, max, 1)
+update_scales_: None = update_scales_(primals_5, primals_6, primals_7, primals_8, empty_like, 57344.0, max, 1)
 amax: f32[1, 1] = amax(abs, [0, 1], True)
-record_amaxes_: None = record_amaxes_(primals_5, primals_7, [amax], [0], False)
+record_amaxes_: None = record_amaxes_(primals_5, [amax], [0])
 """)
 
 
@@ -160,9 +161,9 @@ def test_results_and_state_are_the_same_bits_as_before(three_layers: Split, half
 # --- for a GPU, on a graph by hand: fake tensors need no device
 
 
-def on_a_gpu(*, first_only: bool = False, records: bool = True) -> fx.Graph:
+def on_a_gpu(rule: tuple[float, str, int] = RULE) -> fx.Graph:
     graph, mode = fx.Graph(), FakeTensorMode()
-    shapes = {"amaxes": (8,), "history": (8, 16), "scales": (2, 8), "counts": (2, 8), "x": (16, 32), "y": (16, 32)}
+    shapes = {"amaxes": (8,), "history": (8, 16), "scales": (2, 8), "counts": (7, 8), "x": (16, 32), "y": (16, 32)}
     state = []
     for name, shape in shapes.items():
         node = graph.placeholder(name)
@@ -172,16 +173,15 @@ def on_a_gpu(*, first_only: bool = False, records: bool = True) -> fx.Graph:
             )
         state.append(node)
     *state, x, y = state
-    known = emit(graph, next_scales_op, *state, *RULE, like=x)
+    known = emit(graph, next_scales_op, *state, *rule, like=x)
     recorded = []
     for tensor in (x, y):
         magnitude = emit(graph, aten.abs.default, tensor, like=x, tags={"fp8_kind": SCALES})
         recorded.append(emit(graph, aten.amax.default, magnitude, [0, 1], True, like=x, tags={"fp8_kind": SCALES}))
     scale = emit(graph, aten.select.int, known, 0, 0, like=x)
-    new = emit(graph, update_op, *state, *RULE, like=x)
+    new = emit(graph, update_op, *state, *rule, like=x)
     results = [getitem(graph, new, index) for index in range(3)]
-    pairs = (recorded, [3, 5]) if records else ([], [])
-    amaxes = emit(graph, record_op, state[0], results[1], *pairs, first_only, [known], like=x)
+    amaxes = emit(graph, record_op, state[0], recorded, [3, 5], [known], like=x)
     for old, result in zip((*state[1:], state[0]), (*results, amaxes)):
         emit(graph, aten.copy_.default, old, result, like=x)
     graph.output([scale])
@@ -214,7 +214,9 @@ def test_for_a_gpu_the_tensors_are_recorded_where_they_are_made_and_no_amax_is_l
     assert [(str(amaxes), str(x), row) for amaxes, x, row in recorded] == [("amaxes", "x", 3), ("amaxes", "y", 5)]
 
 
-def test_inference_for_a_gpu_updates_and_records_nothing() -> None:
-    graph = on_a_gpu(first_only=True, records=False)
+def test_frozen_scales_on_a_gpu_are_counted_and_recorded_by_the_same_kernel() -> None:
+    graph = on_a_gpu((448.0, "frozen", 1))
     apply(UpdateInPlace(), graph)
-    assert ops(graph).get("record_amax", 0) == 0 and ops(graph)["triton_kernel_wrapper_mutation"] == 1
+    (launch,) = [node for node in graph.nodes if op_name(node) == "triton_kernel_wrapper_mutation"]
+    constants = kernel_side_table.get_constant_args(launch.kwargs["constant_args_idx"])
+    assert constants["ALGORITHM"] == ALGORITHMS["frozen"] and ops(graph)["record_amax"] == 2
