@@ -11,7 +11,6 @@ from torch import nn
 
 from fp8_compile.scaling_state import ScalingState, states_within
 
-
 # This warning repeats what was counted, maybe in earlier calls. The counters say which call it was.
 REPEATED = "delayed scaling lost numbers"
 
