@@ -6,7 +6,6 @@ An operation is plain data. ``sequence_run.py`` carries it out.
 from __future__ import annotations
 
 import dataclasses
-from typing import Union
 
 from hypothesis import strategies as st
 
@@ -98,7 +97,9 @@ class ForgetCode:
     """``torch.compiler.reset()``: the next call compiles again and finds its state."""
 
 
-Operation = Union[Train, Steady, Forward, Average, LoadWeights, RoundTrip, Save, Resume, Look, Attach, ForgetCode]
+Operation = (
+    Train | Steady | Forward | Average | LoadWeights | RoundTrip | Save | Resume | Look | Attach | ForgetCode
+)
 
 
 def batches() -> st.SearchStrategy[Batch]:
