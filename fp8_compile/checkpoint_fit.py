@@ -84,7 +84,7 @@ def check_others(
                 _check_plain(layer, tensor, file)
             raise ValueError(
                 f"{file}: {name} is stored as {_named(tensor)} codes, the model's is {_named(target)}: taken for "
-                "numbers they would be wrong. Expected the dtype of the model, or a layout that says how they are scaled"
+                "numbers they would be wrong. Expected the model's dtype, or a layout that says how they are scaled"
             )
         single = not target.dim() and tensor.numel() == 1 and tensor.dim() == 1  # as torch's own loading takes it
         if tensor.shape != target.shape and not single:

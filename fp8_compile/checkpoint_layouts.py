@@ -107,7 +107,8 @@ def nvfp4_from(name: str, tensors: Mapping[str, Tensor], layout: str) -> NVFP4We
     given = scale.to(torch.float32).reshape(())
     global_scale = given if layout == "modelopt" else given.reciprocal()
     if not 0 < float(global_scale) < float("inf"):
-        raise ValueError(f"{name}: expected a global scale above 0 that is finite, got {PARTS[layout][2]}={float(given)}")
+        got = f"{PARTS[layout][2]}={float(given)}"
+        raise ValueError(f"{name}: expected a global scale above 0 that is finite, got {got}")
     return NVFP4Weight(codes, scales.to(torch.float8_e4m3fn), global_scale, 2 * codes.shape[1])
 
 

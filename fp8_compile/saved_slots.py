@@ -2,8 +2,8 @@
 
     {"0#0.input.scale": ..., "0#0.input.amax_history": ..., ...}  ->  {"0#0.input": {"scale": ..., ...}}
 
-A state comes from a file, so that anything can be in it. Whatever does not fit is an error that names the slot, what was
-expected and what was found.
+A state comes from a file, so that anything can be in it. Whatever does not fit is an error that names the slot, what
+was expected and what was found.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def read_slots(state_dict: Mapping[str, Tensor]) -> dict[str, Row]:
 
 
 def check_fits(rows: Mapping[str, Row], lengths: Mapping[str, int], model: nn.Module | None) -> None:
-    """Raise unless the rows are those of a model's slots; ``lengths`` are the histories' of the slots that are there."""
+    """Raise unless the rows are those of a model's slots; ``lengths``: of the histories of slots that are there."""
     missing = sorted(set(lengths) - set(rows))
     unknown = sorted(slot for slot in set(rows) - set(lengths) if not _may_have(model, slot))
     if missing or unknown:
@@ -137,7 +137,7 @@ def _read_row(slot: str, row: Mapping[str, Any]) -> Row:
     if float(largest) not in LARGEST:
         expected = ", ".join(f"{one:g}" for one in LARGEST)
         raise ValueError(
-            f"slot {slot} has {float(largest):g} as its largest value; expected that of an FP8 format, one of {expected}"
+            f"slot {slot} has {float(largest):g} as its largest value; expected an FP8 format's, one of {expected}"
         )
     if not history.numel() or not bool(((history >= 0) & (history < torch.inf)).all()):
         raise ValueError(f"slot {slot} has an amax_history of {_shown(history)}; expected finite amaxes, at least one")
