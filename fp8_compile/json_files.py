@@ -12,6 +12,8 @@ MOST_DEPTH = 64
 
 def read_json(path: Path, remedy: str, *, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
     """The object in a file; otherwise a ValueError that says what is wrong with it, and ``remedy``."""
+    if not path.is_file():  # a pipe would be waited for
+        raise FileNotFoundError(f"{path} is not there, or not a file. {remedy}")
     if (size := path.stat().st_size) > most_bytes:
         raise ValueError(f"{path} has {size:,} bytes; expected at most {most_bytes:,}. {remedy}")
     return parse_json(path.read_bytes(), str(path), remedy)
