@@ -25,8 +25,8 @@ def _metadata(reader: Any, checkpoint_id: Any) -> Any:
         return reader.read_metadata()
     except FileNotFoundError:
         raise ValueError(
-            f"the checkpoint {checkpoint_id} has no .metadata: it was cut short, or is no checkpoint; expected one that "
-            "dcp.save has finished"
+            f"the checkpoint {checkpoint_id} has no .metadata: it was cut short, or is no checkpoint; expected one "
+            "that dcp.save has finished"
         ) from None
 
 

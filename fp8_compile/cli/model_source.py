@@ -98,7 +98,7 @@ def load_huggingface(folder: Path, batch: int, tokens: int) -> Call:
 
 
 def load_huggingface_weights(folder: Path, batch: int, tokens: int) -> Call:
-    """The model of a Hugging Face folder with its weights, and inputs of inference; a packed folder gives packed layers.
+    """The model of a Hugging Face folder with its weights, packed or not, and inputs of inference.
 
     Its results are tuples: a class of transformers could be read by no one who has only the package."""
     config, cls = _huggingface_class(folder, batch, tokens)

@@ -1,5 +1,5 @@
-"""Writes that end in the middle: kill -9, a full disk, a folder that can't be written to. What was whole stays whole, and
-nothing looks whole that is not."""
+"""Writes that end in the middle: kill -9, a full disk, a folder that can't be written to. What was whole stays whole,
+and nothing looks whole that is not."""
 
 from __future__ import annotations
 

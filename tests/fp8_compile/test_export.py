@@ -263,7 +263,9 @@ def test_a_package_with_no_library_two_or_one_that_is_no_code_is_refused(
             fp8_compile.load(path)
 
 
-def test_a_small_file_that_unpacks_to_much_is_refused_by_its_headers(exported: Exported, tmp_path: pathlib.Path) -> None:
+def test_a_small_file_that_unpacks_to_much_is_refused_by_its_headers(
+    exported: Exported, tmp_path: pathlib.Path
+) -> None:
     path, honest = tmp_path / "model.pt2", tmp_path / "large.pt2"
     many = 50_000_000
     with zipfile.ZipFile(honest, "w") as archive:
@@ -315,7 +317,7 @@ def test_headers_that_say_nonsense_are_value_errors(exported: Exported, tmp_path
         ("ranges", {"s0": 3}, "size s0 varies between 3"),
         ("report", {"rows": 3}, "the report's rows are int"),
         ("report", {"rows": [], "recipe": "packed", "target": 3, "cache": "", "graphs": 1}, "target is int"),
-        ("report", {"rows": [{}], "recipe": "", "target": "", "cache": "", "graphs": 1}, "row 0 of the report has other"),
+        ("report", {"rows": [{}], "recipe": "", "target": "", "cache": "", "graphs": 1}, "row 0 of the report has"),
         ("format", True, "the package has format True"),
     ],
 )
