@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import importlib.util
 import itertools
 import statistics
 from pathlib import Path
@@ -105,6 +106,11 @@ def parse_arguments() -> argparse.Namespace:
     options = parser.parse_args()
     if options.steps < 1 or options.window < 1:
         parser.error("--steps and --window must be at least 1")
+    if options.png:  # before hours of training, not after them
+        if importlib.util.find_spec("matplotlib") is None:
+            parser.error("--png needs matplotlib: pip install matplotlib, or leave --png out")
+        if not options.png.parent.is_dir():
+            parser.error(f"--png {options.png}: there is no folder {options.png.parent}")
     return options
 
 

@@ -102,7 +102,7 @@ def main() -> None:
         save(arguments.checkpoint, model, optimizer, arguments.steps)
     if rank == 0 and done < arguments.steps:
         print(f"{ranks} ranks, steps {done} to {arguments.steps}: loss {float(mean) / ranks:.4f} nats a byte")
-        print(fp8_compile.scaling_state(model).stats()[0])
+        print(fp8_compile.scaling_state(model))  # how many tensors are scaled, and which of them lost numbers
     dist.destroy_process_group()
 
 

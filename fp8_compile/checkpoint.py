@@ -15,7 +15,6 @@ import pathlib
 from typing import Any, Collection, Mapping
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from fp8_compile.kernels.nvfp4.quantize import quantize_nvfp4
@@ -23,9 +22,10 @@ from fp8_compile.kernels.nvfp4.weight import NVFP4Weight
 
 from . import checkpoint_layouts as layouts
 from .checkpoint_experts import ExpertNames, join_plain, joined, parts_of, split_plain
+from .checkpoint_files import INDEX, read_tensors, read_with_files, remove_others
+from .checkpoint_fit import check_activations, check_experts, check_layer, check_others
 from .input_scales import shared_scales
-from .linear_layers import fused_groups, linear_layers, unwrapped, weight_of
-from .pack import ACTIVATIONS
+from .linear_layers import fused_groups, linear_layers, unwrapped
 from .packed_experts import FP8Stack, PackedStack, replace_stack
 from .packed_linear import FP8Linear, NVFP4Linear, PackedLinear
 from .packed_weight import NVFP4Parts, PackedWeight
@@ -34,7 +34,7 @@ from .whole_files import write_json, write_safetensors
 log = logging.getLogger("fp8_compile")
 LAYOUTS = (*layouts.LAYOUTS, "gguf")
 SHARD_BYTES = 5_000_000_000
-INDEX = "model.safetensors.index.json"
+__all__ = ["load_checkpoint", "packed_stacks", "read_tensors", "save_checkpoint"]
 
 
 def save_checkpoint(
@@ -117,43 +117,45 @@ def load_checkpoint(
     ``activations`` are ``pack``'s: "fp8" takes the static scales of the checkpoint where it has some.
     """
     root, folder = unwrapped(model), pathlib.Path(folder)
-    tensors = read_tensors(folder)
+    tensors, where = read_with_files(folder)
     names = ExpertNames(root)
-    found, experts = layouts.packed_layers(tensors), {}
+    found: dict[str, str] = layouts.packed_layers(tensors)
+    layouts.check_whole(found, tensors, where)
+    check_activations(found, activations)
+    experts: dict[str, str] = {}
+    stacks: dict[str, PackedStack] = {}
     if names.stacks:
-        _check_activations(found, activations)
-        experts = _load_experts(names, tensors, found)
+        check_experts(names, tensors, found, where)
+        stacks, experts = _read_experts(names, tensors, found)
         kept = {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[0] not in experts}
         tensors = join_plain(names, kept)
         found = layouts.packed_layers(tensors)
-    _check_activations(found, activations)
-    given = {name: tensors[f"{name}.input_scale"] for name in found if f"{name}.input_scale" in tensors}
-    input_scales = shared_scales({name: one.to(torch.float32).reshape(()) for name, one in given.items()})
+        layouts.check_whole(found, tensors, where)
     modules = dict(root.named_modules())
-    unknown = [name for name in found if name not in modules]
-    if unknown:
-        raise ValueError(
-            f"{folder}: the checkpoint packs {', '.join(unknown[:4])}{', ...' if len(unknown) > 4 else ''}, which the "
-            "model does not have; load it into the architecture it was saved from"
-        )
+    weights: dict[str, Any] = {}
     used: set[str] = set()
     for name, layout in found.items():
+        weights[name] = layouts.read_layer(name, tensors, layout)
+        check_layer(folder, name, modules.get(name), weights[name])
+        used.update(f"{name}.{part}" for part in (*layouts.PARTS[layout], "input_scale", "input_global_scale"))
+    rest = {name: tensor for name, tensor in tensors.items() if name not in used}
+    check_others(root, rest, where, folder)
+    static = [name for name, layout in found.items() if layout == "fp8" and activations]
+    given = {name: tensors[f"{name}.input_scale"] for name in static if f"{name}.input_scale" in tensors}
+    input_scales = shared_scales({name: layouts.input_scale_from(name, one) for name, one in given.items()})
+    # All was read and checked: from here on the model changes.
+    for stack, packed in stacks.items():
+        replace_stack(names.stacks[stack], stack.rpartition(".")[2], packed)
+    for name, weight in weights.items():
         layer = modules[name]
         dtype = layer.dtype if isinstance(layer, PackedLinear) else layer.weight.dtype
         device = next(iter([*layer.parameters(), *layer.buffers()])).device
-        names = [f"{name}.{part}" for part in _PARTS[layout]]
-        used.update(names, (f"{name}.input_scale", f"{name}.input_global_scale"))
-        if layout == "fp8":
-            codes, scales = (one.to(device) for one in layouts.fp8_from(name, tensors))
-            _check_shape(name, layer, tuple(codes.shape))
-            scale = input_scales[name].to(device) if activations and name in input_scales else None
-            FP8Linear.convert(layer, codes, scales, dtype, activations, scale)
+        if isinstance(weight, NVFP4Weight):
+            NVFP4Linear.convert(layer, weight.to(device), dtype, activations)
         else:
-            weight = layouts.nvfp4_from(name, tensors, layout).to(device)
-            _check_shape(name, layer, weight.shape)
-            NVFP4Linear.convert(layer, weight, dtype, activations)
-    rest = {name: tensor for name, tensor in tensors.items() if name not in used}
-    missing, unexpected = root.load_state_dict(rest, strict=False)
+            scale = input_scales[name].to(device) if name in input_scales else None
+            FP8Linear.convert(layer, *(one.to(device) for one in weight), dtype, activations, scale)
+    missing, unexpected = _load_others(root, rest, folder)
     filled = {id(modules[name]) for name in found} | {id(one) for one in packed_stacks(root, experts.values()).values()}
     everywhere = root.named_modules(remove_duplicate=False)
     inside = {name: module for name, module in everywhere if id(module) in filled}
@@ -163,100 +165,38 @@ def load_checkpoint(
     return model
 
 
+def _load_others(root: nn.Module, rest: dict[str, Tensor], folder: pathlib.Path) -> tuple[list[str], list[str]]:
+    """What ``load_state_dict`` says is missing, and what it does not know."""
+    try:
+        missing, unexpected = root.load_state_dict(rest, strict=False)
+    except RuntimeError as error:  # of modules that look at what they are given by themselves
+        raise ValueError(f"{folder}: the model does not take the checkpoint's tensors: {error}") from error
+    return list(missing), list(unexpected)
+
+
 def packed_stacks(root: nn.Module, names: Collection[str] | None = None) -> dict[str, PackedStack]:
     """The packed stacks of experts, or those of ``names``, by the names that they had as parameters."""
     found = {name.removesuffix("_packed"): one for name, one in root.named_modules() if isinstance(one, PackedStack)}
     return {name: one for name, one in found.items() if names is None or name in names}
 
 
-def _load_experts(names: ExpertNames, tensors: Mapping[str, Tensor], found: Mapping[str, str]) -> dict[str, str]:
-    """Pack the stacks that the checkpoint has packed; its layers come back, with the stack that each is of."""
+def _read_experts(
+    names: ExpertNames, tensors: Mapping[str, Tensor], found: Mapping[str, str]
+) -> tuple[dict[str, PackedStack], dict[str, str]]:
+    """The stacks that the checkpoint has packed, and its layers with the stack that each is of."""
+    stacks: dict[str, PackedStack] = {}
     taken: dict[str, str] = {}
     for stack, module in names.stacks.items():
         layers = {layer: part for layer, part in names.parts.items() if part.stack == stack}
         if not any(layer in found for layer in layers):
             continue
-        own = stack.rpartition(".")[2]
-        before = module._parameters.get(own)
-        before = module.stack(own) if before is None else before  # type: ignore[operator]
+        before = names.parameter(stack)
         device = next(iter([*module.parameters(), *module.buffers()])).device
         read = {layer: layouts.read_layer(layer, tensors, found[layer]) for layer in layers if layer in found}
-        packed = joined(stack, layers, read, before.dtype).to(device)
-        expected = tuple(before.shape) if isinstance(before, Tensor) else before.shape
-        _check_size(stack, packed.shape, expected)
-        replace_stack(module, own, packed)
+        packed = joined(stack, layers, read, before.dtype, tuple(before.shape)).to(device)
+        stacks[stack] = packed
         taken |= dict.fromkeys(layers, stack)
-    return taken
-
-
-def _check_shape(name: str, layer: nn.Module, stored: tuple[int, ...]) -> None:
-    packed = isinstance(layer, PackedLinear)
-    expected = (layer.out_features, layer.in_features) if packed else tuple(weight_of(layer).shape)
-    _check_size(name, stored, expected)
-
-
-def _check_size(name: str, stored: tuple[int, ...], expected: tuple[int, ...]) -> None:
-    if stored != expected:
-        raise ValueError(
-            f"{name}: the checkpoint has a weight of {list(stored)}, the model's is {list(expected)}; load it into the "
-            "architecture it was saved from"
-        )
-
-
-def _check_activations(found: Mapping[str, str], activations: str | None) -> None:
-    for name, layout in found.items():
-        format = "fp8" if layout == "fp8" else "nvfp4"
-        if activations not in ACTIVATIONS[format]:
-            expected = ", ".join(map(repr, ACTIVATIONS[format]))
-            raise ValueError(f"{name}: activations={activations!r} with {format} weights; expected one of: {expected}")
-
-
-_PARTS = {
-    "compressed-tensors": ("weight_packed", "weight_scale", "weight_global_scale"),
-    "modelopt": ("weight", "weight_scale", "weight_scale_2"),
-    "fp8": ("weight", "weight_scale"),
-}
-
-
-def read_tensors(folder: pathlib.Path) -> dict[str, Tensor]:
-    """All tensors of a folder's safetensors files."""
-    files = shard_files(folder)
-    tensors: dict[str, Tensor] = {}
-    for file in files:
-        with open_tensors(file) as opened:
-            tensors.update({name: opened.get_tensor(name) for name in opened.keys()})  # noqa: SIM118
-    return tensors
-
-
-def open_tensors(file: pathlib.Path) -> Any:
-    """A safetensors file, to be read tensor by tensor."""
-    try:
-        return safe_open(file, "pt")
-    except SafetensorError as error:
-        raise ValueError(f"{file} is not whole, or no safetensors file: {error}; expected a whole checkpoint") from None
-
-
-def shard_files(folder: pathlib.Path) -> list[pathlib.Path]:
-    """The safetensors files of a checkpoint, as its index lists them; one that is missing is an error."""
-    index = folder / INDEX
-    if index.exists():
-        names = sorted(set(json.loads(index.read_text()).get("weight_map", {}).values()))
-    elif (folder / "model.safetensors").exists():
-        names = ["model.safetensors"]  # beside it may lie an adapter, or the same weights under other names
-    else:
-        names = sorted(file.name for file in folder.glob("*.safetensors"))
-    missing = [name for name in names if not (folder / name).exists()]
-    if missing or not names:
-        raise ValueError(f"{folder} has no {', '.join(missing) or 'safetensors files'}; expected a whole checkpoint")
-    return [folder / name for name in names]
-
-
-def remove_others(folder: pathlib.Path, written: Collection[str]) -> None:
-    """Remove what is left of an earlier checkpoint, once another one's weights are there: it would be read with or
-    instead of them."""
-    shards = (file.name for file in folder.glob("model-?????-of-?????.safetensors"))
-    for name in {INDEX, "hf_quant_config.json", "model.safetensors", *shards} - set(written):
-        (folder / name).unlink(missing_ok=True)
+    return stacks, taken
 
 
 def _share_global_scales(weights: dict[str, NVFP4Weight]) -> None:

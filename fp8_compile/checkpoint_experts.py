@@ -66,6 +66,12 @@ class ExpertNames:
             )
         return found
 
+    def parameter(self, stack: str) -> Any:
+        """The stack as the model has it, plain or packed; it has a dtype and a shape."""
+        module, own = self.stacks[stack], stack.rpartition(".")[2]
+        plain = module._parameters.get(own)
+        return module.stack(own) if plain is None else plain  # type: ignore[operator]
+
     def known(self, stack: str) -> bool:
         return any(part.stack == stack for part in self.parts.values())
 
@@ -124,12 +130,13 @@ def parts_of(stack: PackedStack, part: Part) -> Any:
     return tuple(one[rows].contiguous() for one in matrix)
 
 
-def joined(stack: str, names: Mapping[str, Part], layers: Mapping[str, Any], dtype: torch.dtype) -> PackedStack:
-    """The stack that a checkpoint's layers are, each an ``NVFP4Weight`` or codes and scales of FP8."""
+def joined(
+    stack: str, names: Mapping[str, Part], layers: Mapping[str, Any], dtype: torch.dtype, shape: tuple[int, ...]
+) -> PackedStack:
+    """The stack [E, N, K] that a checkpoint's layers are, each an ``NVFP4Weight`` or codes and scales of FP8."""
+    _check_alike(stack, names, layers, shape)
     by_expert: dict[int, dict[int, Any]] = {}
     for name, part in names.items():
-        if name not in layers:
-            raise ValueError(f"{stack}: the checkpoint packs some of its experts, but not {name}; expected all or none")
         by_expert.setdefault(part.expert, {})[part.half] = layers[name]
     whole: list[Any] = []
     for expert in sorted(by_expert):
@@ -140,6 +147,23 @@ def joined(stack: str, names: Mapping[str, Part], layers: Mapping[str, Any], dty
             whole.append(tuple(torch.cat(parts) for parts in zip(*halves)))
     kind = NVFP4Stack if isinstance(whole[0], NVFP4Weight) else FP8Stack
     return kind.of(whole, dtype, transposed=False)
+
+
+def _check_alike(stack: str, names: Mapping[str, Part], layers: Mapping[str, Any], shape: tuple[int, ...]) -> None:
+    """All experts are packed, in one format, and of the model's size."""
+    for name, part in names.items():
+        if name not in layers:
+            raise ValueError(f"{stack}: the checkpoint packs some of its experts, but not {name}; expected all or none")
+        weight, first = layers[name], layers[next(iter(names))]
+        if isinstance(weight, NVFP4Weight) != isinstance(first, NVFP4Weight):
+            raise ValueError(f"{stack}: the checkpoint packs some experts in NVFP4 and {name} in FP8, or the other way")
+        stored = tuple(weight.shape if isinstance(weight, NVFP4Weight) else weight[0].shape)
+        expected = (shape[1] // part.halves, shape[2])
+        if stored != expected:
+            raise ValueError(
+                f"{name}: the checkpoint has a weight of {list(stored)}, the model's is {list(expected)} in {stack}; "
+                "load it into the architecture it was saved from"
+            )
 
 
 def _one_scale(name: str, halves: list[NVFP4Weight]) -> NVFP4Weight:

@@ -19,6 +19,12 @@ from torch import Tensor
 from fp8_compile.kernels.nvfp4.weight import NVFP4Weight
 
 LAYOUTS = ("compressed-tensors", "modelopt")
+PARTS = {
+    "compressed-tensors": ("weight_packed", "weight_scale", "weight_global_scale"),
+    "modelopt": ("weight", "weight_scale", "weight_scale_2"),
+    "fp8": ("weight", "weight_scale"),
+}
+WIDE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # dtypes of numbers that are not codes
 
 
 def nvfp4_tensors(name: str, weight: NVFP4Weight, layout: str) -> dict[str, Tensor]:
@@ -64,42 +70,74 @@ def packed_layers(names: Mapping[str, Any]) -> dict[str, str]:
     found = {}
     for key in names:
         layer, _, part = key.rpartition(".")
-        if part == "weight_packed":
+        others = {f"{layer}.{other}" for other in ("weight_packed", "weight_global_scale", "weight_scale_2")}
+        if part in ("weight_packed", "weight_global_scale"):
             found[layer] = "compressed-tensors"
         elif part == "weight_scale_2":
             found[layer] = "modelopt"
-        elif part == "weight_scale" and {f"{layer}.weight_packed", f"{layer}.weight_scale_2"}.isdisjoint(names):
+        elif part == "weight_scale" and others.isdisjoint(names):
             found[layer] = "fp8"
     return found
 
 
+def check_whole(found: Mapping[str, str], names: Mapping[str, Any], where: Mapping[str, Any]) -> None:
+    """Raise where a layer lacks a part; ``where`` has the file that each tensor is in."""
+    for layer, layout in found.items():
+        lacking = [part for part in PARTS[layout] if f"{layer}.{part}" not in names]
+        there = [part for part in PARTS[layout] if f"{layer}.{part}" in names]
+        if lacking:
+            file = where.get(f"{layer}.{there[0]}", "the checkpoint")
+            raise ValueError(
+                f"{file}: {layer} has {', '.join(there)}, but no file of the checkpoint has its {', '.join(lacking)}; "
+                "copy the checkpoint again, or save it again"
+            )
+
+
 def nvfp4_from(name: str, tensors: Mapping[str, Tensor], layout: str) -> NVFP4Weight:
     """One layer's weight out of a checkpoint's tensors."""
-    if layout == "modelopt":
-        codes, scales, scale = (tensors[f"{name}.{part}"] for part in ("weight", "weight_scale", "weight_scale_2"))
-        global_scale = scale.to(torch.float32).reshape(-1)
-    else:
-        parts = ("weight_packed", "weight_scale", "weight_global_scale")
-        codes, scales, scale = (tensors[f"{name}.{part}"] for part in parts)
-        global_scale = scale.to(torch.float32).reshape(-1).reciprocal()
-    if codes.dtype != torch.uint8 or scales.shape != (codes.shape[0], codes.shape[1] // 8) or global_scale.numel() != 1:
+    codes, scales, scale = (tensors[f"{name}.{part}"] for part in PARTS[layout])
+    shapes = codes.dim() == 2 and tuple(scales.shape) == (codes.shape[0], codes.shape[1] // 8) and scale.numel() == 1
+    dtypes = codes.dtype == torch.uint8 and scales.dtype in (torch.float8_e4m3fn, *WIDE) and scale.dtype in WIDE
+    if not shapes or not dtypes or codes.shape[1] % 8:
         raise ValueError(
-            f"{name}: expected NVFP4 with blocks of 16, codes uint8 [N, K/2] and scales [N, K/16], got {codes.dtype} "
-            f"{tuple(codes.shape)} and {tuple(scales.shape)}, global scale {tuple(scale.shape)}"
+            f"{name}: expected NVFP4 with blocks of 16, codes uint8 [N, K/2], scales e4m3 [N, K/16] and one global "
+            f"scale, got {codes.dtype} {tuple(codes.shape)}, {scales.dtype} {tuple(scales.shape)} and {scale.dtype} "
+            f"{tuple(scale.shape)}"
         )
-    return NVFP4Weight(codes, scales.to(torch.float8_e4m3fn), global_scale.reshape(()), 2 * codes.shape[1])
+    given = scale.to(torch.float32).reshape(())
+    global_scale = given if layout == "modelopt" else given.reciprocal()
+    if not 0 < float(global_scale) < float("inf"):
+        got = f"{PARTS[layout][2]}={float(given)}"
+        raise ValueError(f"{name}: expected a global scale above 0 that is finite, got {got}")
+    return NVFP4Weight(codes, scales.to(torch.float8_e4m3fn), global_scale, 2 * codes.shape[1])
 
 
 def fp8_from(name: str, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """One layer's codes [N, K] and scales fp32 [N] out of a checkpoint's tensors; one scale for all is one a row."""
+    """One layer's codes [N, K] and scales fp32 [N] out of a checkpoint's tensors; one scale for all is one per row."""
     codes, scales = tensors[f"{name}.weight"], tensors[f"{name}.weight_scale"]
-    rows = codes.shape[0]
-    if codes.dtype != torch.float8_e4m3fn or tuple(scales.shape) not in ((), (1,), (1, 1), (rows,), (rows, 1)):
+    rows = codes.shape[0] if codes.dim() == 2 else None
+    shapes = rows is not None and tuple(scales.shape) in ((), (1,), (1, 1), (rows,), (rows, 1))
+    if codes.dtype != torch.float8_e4m3fn or not shapes or scales.dtype not in WIDE:
+        half = " (or a weight_scale_2, of NVFP4 in modelopt's layout)" if codes.dtype == torch.uint8 else ""
         raise ValueError(
-            f"{name}: expected FP8 with a scale a row or one for all, codes e4m3 [N, K] and scales [N, 1], [N] or [1], "
-            f"got {codes.dtype} {tuple(codes.shape)} and {tuple(scales.shape)}"
+            f"{name}: expected FP8 with a scale a row or one for all, codes e4m3 [N, K] and scales [N, 1], [N] or [1]"
+            f"{half}, got {codes.dtype} {tuple(codes.shape)} and {scales.dtype} {tuple(scales.shape)}"
         )
-    return codes, scales.to(torch.float32).reshape(-1).expand(rows).contiguous()
+    wide = scales.to(torch.float32)
+    if not bool(wide.isfinite().all()):
+        raise ValueError(f"{name}: its weight_scale has values that are not finite; save the checkpoint again")
+    return codes, wide.reshape(-1).expand(codes.shape[0]).contiguous()
+
+
+def input_scale_from(name: str, scale: Tensor) -> Tensor:
+    """The static scale of a layer's inputs, fp32 []."""
+    value = scale.to(torch.float32).reshape(-1) if scale.dtype in WIDE else torch.empty(0)
+    if value.numel() != 1 or not 0 < float(value) < float("inf"):
+        raise ValueError(
+            f"{name}: expected one finite number above 0 as input_scale, got {scale.dtype} {tuple(scale.shape)}"
+            f"{f', {float(value)}' if value.numel() == 1 else ''}"
+        )
+    return value.reshape(())
 
 
 def read_layer(name: str, tensors: Mapping[str, Tensor], layout: str) -> NVFP4Weight | tuple[Tensor, Tensor]:

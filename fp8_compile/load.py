@@ -22,9 +22,19 @@ class LoadedModel:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.manifest: Manifest = read_manifest(path)
-        # torch's own load_package would look for exported programs too, and unpickle what comes with them.
-        self._loader = torch._C._aoti.AOTIModelPackageLoader(os.fspath(path), "model", False, 1, -1)
-        self._inputs, self._outputs = map(pytree.treespec_loads, self._loader.get_call_spec())
+        try:
+            # torch's own load_package would look for exported programs too, and unpickle what comes with them.
+            self._loader = torch._C._aoti.AOTIModelPackageLoader(os.fspath(path), "model", False, 1, -1)
+            self._inputs, self._outputs = map(pytree.treespec_loads, self._loader.get_call_spec())
+        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:
+            said = (str(error).strip() or type(error).__name__).splitlines()[0]
+            again = "copy it again, or export the model again"
+            raise ValueError(f"{path}: its code can't be loaded ({said}); {again}") from None
+        if (taken := self._inputs.num_leaves) != len(self.manifest.inputs):
+            described = len(self.manifest.inputs)
+            raise ValueError(
+                f"{path}: its code takes {taken} inputs, its manifest describes {described}; export the model again"
+            )
 
     @property
     def report(self) -> Report:

@@ -9,7 +9,6 @@ complete. Without the model there are no activations to weigh errors by: the met
 
 from __future__ import annotations
 
-import json
 import os
 import pathlib
 import re
@@ -17,13 +16,13 @@ import shutil
 from typing import Any, Sequence
 
 import torch
-from safetensors import safe_open
 from tqdm import tqdm
 
 from fp8_compile.kernels.nvfp4.quantize import METHODS, NEED_HESSIAN, own_global_scale, quantize_nvfp4
 
 from . import checkpoint_layouts as layouts
-from .checkpoint import INDEX, open_tensors, remove_others, shard_files
+from .checkpoint_files import INDEX, open_tensors, remove_others, shard_files
+from .json_files import read_json
 from .linear_layers import fused_groups
 from .module_names import Selection
 from .whole_files import DTYPES, SafetensorsWriter, whole_file, write_json
@@ -61,7 +60,7 @@ def pack_folder(
             described = _described(file, chosen, layout)
             weight_map.update(dict.fromkeys(described, file.name))
             size += sum(dtype.itemsize * int(torch.Size(shape).numel()) for dtype, shape in described.values())
-            with whole_file(target / file.name) as out, safe_open(file, "pt") as tensors:
+            with whole_file(target / file.name) as out, open_tensors(file) as tensors:
                 writer = SafetensorsWriter(out, described)
                 for key in tensors.keys():  # noqa: SIM118
                     layer = key.removesuffix(".weight")
@@ -91,7 +90,7 @@ def _check(source: pathlib.Path, target: pathlib.Path, method: str, layout: str)
     possible = [one for one in METHODS if one not in NEED_HESSIAN]
     if method not in possible:
         raise ValueError(f"method={method!r}; without the model's activations, expected one of: {', '.join(possible)}")
-    config = json.loads((source / "config.json").read_text())
+    config = _config(source)
     if "quantization_config" in config:
         raise ValueError(f"{source} is quantized already; start from the original weights")
     if config.get("model_type") in TRANSPOSED:
@@ -99,6 +98,10 @@ def _check(source: pathlib.Path, target: pathlib.Path, method: str, layout: str)
             f"{source} is a {config['model_type']} model, whose weights are stored [K, N]; load the model, "
             "fp8_compile.pack it and save_checkpoint"
         )
+
+
+def _config(source: pathlib.Path) -> dict[str, Any]:
+    return read_json(source / "config.json", "Expected the config.json of a Hugging Face model")
 
 
 def _tensors_of(
@@ -110,6 +113,11 @@ def _tensors_of(
         with open_tensors(file) as tensors:
             for key in tensors.keys():  # noqa: SIM118
                 one = tensors.get_slice(key)
+                if one.get_dtype() not in TORCH:
+                    raise ValueError(
+                        f"{file}: {key} is of dtype {one.get_dtype()}; expected one of: {', '.join(TORCH)}. Take the "
+                        "original weights"
+                    )
                 shapes[key], where[key] = (one.get_dtype(), tuple(one.get_shape())), file
     return shapes, where
 
@@ -145,7 +153,7 @@ def _shared_scales(
     for group in fused_groups(chosen):
         scales = []
         for layer in group:
-            with safe_open(where[f"{layer}.weight"], "pt") as tensors:
+            with open_tensors(where[f"{layer}.weight"]) as tensors:
                 scales.append(own_global_scale(tensors.get_tensor(f"{layer}.weight"), method))
         if torch.stack(scales).isfinite().all():
             shared.update(dict.fromkeys(group, torch.stack(scales).amax()))
@@ -156,7 +164,7 @@ def _described(
     file: pathlib.Path, chosen: dict[str, tuple[int, ...]], layout: str
 ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     described: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-    with safe_open(file, "pt") as tensors:
+    with open_tensors(file) as tensors:
         for key in tensors.keys():  # noqa: SIM118
             layer = key.removesuffix(".weight")
             if layer in chosen and key.endswith(".weight"):
@@ -183,6 +191,6 @@ def _finish(
     ignore = [layer for layer in linear if layer not in chosen]
     if layout == "modelopt":
         write_json(target / "hf_quant_config.json", layouts.modelopt_file(ignore))
-    config = json.loads((source / "config.json").read_text())
+    config = _config(source)
     config["quantization_config"] = layouts.quantization_config(layout, "nvfp4", ignore)
     write_json(target / "config.json", config)

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 PLAIN = (type(None), bool, int, float, str)
 # A size that varies: s0, 2*s0, s0 + 1, 2*s0 - 1. torch.export knows no others.
-_VARYING = re.compile(r"(?:(?P<factor>\d+)\*)?(?P<symbol>[A-Za-z_]\w*)(?: (?P<term>[+-] \d+))?")
+_VARYING = re.compile(r"(?:(?P<factor>[1-9]\d*)\*)?(?P<symbol>[A-Za-z_]\w*)(?: (?P<term>[+-] \d+))?")
 
 
 def describe(program: ExportedProgram) -> dict[str, Any]:
@@ -43,6 +43,30 @@ def describe(program: ExportedProgram) -> dict[str, Any]:
             )
     ranges = {str(symbol): [_bound(one.lower), _bound(one.upper)] for symbol, one in program.range_constraints.items()}
     return {"inputs": inputs, "ranges": ranges}
+
+
+def check_described(inputs: Sequence[Any], ranges: Mapping[str, Any]) -> None:
+    """Raise where this is not what ``describe`` gives: calls are checked by it, so that it has to be right."""
+    for number, one in enumerate(inputs):
+        if not isinstance(one, dict) or not isinstance(one.get("name"), str):
+            raise ValueError(f"input {number} has no name")
+        if "shape" not in one:
+            if "value" not in one or not isinstance(one["value"], PLAIN):
+                raise ValueError(f"input {one['name']} has neither a shape nor a plain value")
+            continue
+        if not isinstance(one.get("dtype"), str) or not isinstance(getattr(torch, one["dtype"], None), torch.dtype):
+            raise ValueError(f"input {one['name']} is of dtype {one.get('dtype')!r}; expected one of torch's")
+        sizes = one["shape"] if isinstance(one["shape"], list) else [None]
+        for size in sizes:
+            whole = isinstance(size, int) and not isinstance(size, bool) and size >= 0
+            if not whole and not (isinstance(size, str) and _VARYING.fullmatch(size)):
+                raise ValueError(
+                    f"input {one['name']} has the shape {one['shape']!r}; expected sizes, or names of those that vary"
+                )
+    for name, bounds in ranges.items():
+        pair = isinstance(bounds, list) and len(bounds) == 2
+        if not pair or not all(bound is None or type(bound) is int for bound in bounds):
+            raise ValueError(f"size {name} varies between {bounds!r}; expected a pair of numbers or null")
 
 
 def check(

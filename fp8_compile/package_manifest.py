@@ -11,20 +11,34 @@ import json
 import os
 import pathlib
 import platform
-import zipfile
 from typing import Any, Mapping
 
 import torch
 
 from fp8_compile.kernels.cpu.isa import cpu_features
 
+from .json_files import parse_json
+from .package_archive import MANIFEST, read_manifest_text
+from .package_inputs import check_described
 from .report import Report
 
 FORMAT = 1  # of the manifest and of what it promises
-FILE = "fp8_compile.json"
-_INSIDE = f"/extra/{FILE}"  # behind the archive's own folder; where torch's reader looks for extra files
-_FOLDERS = ("data/aotinductor/model/", "extra/", ".data/")
-_FILES = ("archive_format", "archive_version", "byteorder", "version")
+FILE = MANIFEST
+_TEXT = (str,)
+_TYPES: dict[str, tuple[type, ...]] = {  # of the manifest's fields in JSON
+    "torch": _TEXT,
+    "fp8_compile": _TEXT,
+    "system": _TEXT,
+    "machine": _TEXT,
+    "cpu_features": (list,),
+    "weights": (str, type(None)),
+    "options": (dict,),
+    "report": (dict,),
+    "inputs": (list,),
+    "ranges": (dict,),
+    "calibration": (dict, type(None)),
+    "format": (int,),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,11 +63,19 @@ class Manifest:
         return json.dumps({**data, "report": self.report.to_dict()}, indent=1, default=str)
 
     @classmethod
-    def from_json(cls, text: str) -> Manifest:
-        data = json.loads(text)
-        fields = {field.name for field in dataclasses.fields(cls)}
-        values = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
-        return cls(**{**{name: values[name] for name in fields}, "report": Report.from_dict(data["report"])})
+    def from_data(cls, data: Mapping[str, Any]) -> Manifest:
+        """A manifest from its JSON; a ValueError where something is missing or of another type."""
+        for name, types in _TYPES.items():
+            if name not in data:
+                raise ValueError(f"it has no {name!r}")
+            if not isinstance(data[name], types) or isinstance(data[name], bool):
+                expected = " or ".join("null" if one is type(None) else one.__name__ for one in types)
+                raise ValueError(f"{name!r} is {type(data[name]).__name__}; expected {expected}")
+        if not all(isinstance(feature, str) for feature in data["cpu_features"]):
+            raise ValueError("'cpu_features' has something that is not text")
+        check_described(data["inputs"], data["ranges"])
+        values = {name: tuple(data[name]) if _TYPES[name] == (list,) else data[name] for name in _TYPES}
+        return cls(**{**values, "report": Report.from_dict(data["report"])})
 
 
 def here() -> dict[str, Any]:
@@ -71,13 +93,9 @@ def here() -> dict[str, Any]:
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     """The manifest of a package that is whole and that this machine can run; otherwise an error with the remedy."""
     path = pathlib.Path(path)
-    text = _manifest_text(path)
-    try:
-        data = json.loads(text)
-        version = data["format"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: its manifest can't be read ({error!r}); export the model again") from None
-    if version != FORMAT:
+    data = parse_json(read_manifest_text(path), f"{path}: its manifest", "Export the model again")
+    version = data.get("format")
+    if version != FORMAT or isinstance(version, bool):
         newer = isinstance(version, int) and version > FORMAT
         upgrade = f"upgrade fp8_compile (it was written by {data.get('fp8_compile', 'a newer one')})"
         raise ValueError(
@@ -85,46 +103,13 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
             f"{upgrade if newer else 'export the model again'}"
         )
     try:
-        manifest = Manifest.from_json(text)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"{path}: its manifest lacks something ({error!r}); export the model again") from None
+        manifest = Manifest.from_data(data)
+    except ValueError as error:
+        raise ValueError(
+            f"{path}: its manifest is not one that export writes: {error}; export the model again"
+        ) from None
     _check_machine(path, manifest)
     return manifest
-
-
-def _manifest_text(path: pathlib.Path) -> str:
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file; fp8_compile.export writes packages")
-    try:
-        with zipfile.ZipFile(path) as archive:
-            names = archive.namelist()
-            found = [name for name in names if name.endswith(_INSIDE)]
-            if len(found) != 1:
-                raise ValueError(
-                    f"{path}: not a package of fp8_compile.export (it has no {FILE}); "
-                    "torch._inductor.aoti_load_package and torch.export.load read others"
-                )
-            root = found[0].removesuffix(_INSIDE)
-            _check_names(path, root, names)
-            damaged = archive.testzip()
-            if damaged is not None:
-                raise ValueError(f"{path}: {damaged} is damaged; copy the package again, or export the model again")
-            return archive.read(found[0]).decode()
-    except (zipfile.BadZipFile, EOFError, NotImplementedError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"{path}: not a package, or cut short or damaged ({error}); copy it again, or export the model again"
-        ) from None
-
-
-def _check_names(path: pathlib.Path, root: str, names: list[str]) -> None:
-    """Only what export writes: no program that torch would unpickle, no name that leaves the folder it is put in."""
-    for name in names:
-        inner = name.removeprefix(f"{root}/")
-        known = inner.startswith(_FOLDERS) or inner in _FILES
-        if not name.startswith(f"{root}/") or not known or ".." in pathlib.PurePosixPath(inner).parts:
-            raise ValueError(
-                f"{path}: {name} does not belong in a package of fp8_compile.export; export the model again"
-            )
 
 
 def _check_machine(path: pathlib.Path, manifest: Manifest) -> None:

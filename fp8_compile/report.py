@@ -56,10 +56,16 @@ class Report:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Report:
-        rows = tuple(
-            Row(**{**row, "shape": tuple(row["shape"]), "formats": tuple(row["formats"])}) for row in data["rows"]
-        )
-        return cls(rows, data["recipe"], data["target"], data["cache"], data["graphs"])
+        """The inverse of :meth:`to_dict`; a ValueError where something is missing or of another type."""
+        rows = data.get("rows") if isinstance(data, dict) else None
+        if not isinstance(rows, list):
+            raise ValueError(f"the report's rows are {type(rows).__name__}; expected a list")
+        kept = {name: data.get(name) for name in ("recipe", "target", "cache", "graphs")}
+        for name, value in kept.items():
+            expected = int if name == "graphs" else str
+            if not isinstance(value, expected) or isinstance(value, bool):
+                raise ValueError(f"the report's {name} is {type(value).__name__}; expected {expected.__name__}")
+        return cls(tuple(_row(number, row) for number, row in enumerate(rows)), **kept)  # type: ignore[arg-type]
 
     def __str__(self) -> str:
         header = ("module", "gemm", "shape MxNxK", "decision", "reason")
@@ -70,6 +76,21 @@ class Report:
         table = align([header, *cells])
         table.insert(1, "-" * max(len(line) for line in table))
         return "\n".join([*table, self.summary()])
+
+
+def _row(number: int, data: Any) -> Row:
+    fields = {field.name: field for field in dataclasses.fields(Row)}
+    needed = {name for name, field in fields.items() if field.default is dataclasses.MISSING}
+    if not isinstance(data, dict) or not needed <= set(data) <= set(fields):
+        raise ValueError(f"row {number} of the report has other fields than {', '.join(fields)}")
+    values = {}
+    for name, value in data.items():
+        several, kinds = name in ("shape", "formats"), (int, str) if name == "shape" else (str,)
+        items = value if several and isinstance(value, (list, tuple)) else [None] if several else [value]
+        if not all(isinstance(one, kinds) for one in items):
+            raise ValueError(f"row {number} of the report has {type(value).__name__} as its {name}")
+        values[name] = tuple(value) if several else value
+    return Row(**values)
 
 
 def merge(reports: Sequence[Report], *, cache: str) -> Report:

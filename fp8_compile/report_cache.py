@@ -75,7 +75,7 @@ def _load(path: pathlib.Path) -> dict[str, Any] | None:
         Report.from_dict(data["report"])
         lists = isinstance(data["slots"], list) and isinstance(data["weights"], list)
         return data if isinstance(data["word"], str) and lists else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

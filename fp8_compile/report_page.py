@@ -12,11 +12,13 @@ import os
 from pathlib import Path
 from typing import Any, Sequence
 
+from . import json_files
 from .pass_recorder import FILE as PASSES_FILE
 
 SCRIPTS = ("data.js", "layout.js", "graph.js", "table.js", "charts.js", "summary.js", "page.js")  # in order of use
 # A page of a thousand tensors and a million passes must still open at once.
 MOST_MOMENTS, FEWEST_MOMENTS, MOST_POINTS = 512, 32, 60_000
+MOST_PASSES_BYTES = 2**30
 KEPT = {"amax": "largest", "scale": "last", "elements": "sum", "overflow": "sum", "underflow": "sum", "sqnr": "least"}
 
 
@@ -51,13 +53,7 @@ def load(folder: Path) -> dict[str, Any]:
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file, or a ValueError that says what is wrong with it."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not JSON: {error}. Dump again to replace it") from error
-    if not isinstance(data, dict):
-        raise ValueError(f"{path} holds {type(data).__name__}; expected an object as fp8_compile dumps it")
-    return data
+    return json_files.read_json(path, "Expected an object as fp8_compile dumps it: dump again")
 
 
 def page(data: dict[str, Any]) -> str:
@@ -87,22 +83,24 @@ def embedded(data: Any) -> str:
 
 def read_passes(path: Path) -> dict[str, Any] | None:
     """Recorded passes by column: ``label[t]`` and ``amax[slot][t]`` and so on; None where nothing was recorded."""
-    if not path.exists():
+    if not path.is_file():
         return None
-    lines = path.read_text(encoding="ascii").splitlines()
+    if (size := path.stat().st_size) > MOST_PASSES_BYTES:
+        raise ValueError(f"{path} has {size:,} bytes; expected at most {MOST_PASSES_BYTES:,}. Delete it")
+    lines = path.read_bytes().splitlines()
     moments = []
     for number, line in enumerate(lines):
         try:
-            moments.append(json.loads(line))
-        except json.JSONDecodeError as error:
+            moments.append(json_files.parse_json(line, f"{path}, line {number + 1}", "Delete it"))
+        except ValueError:
             if number == len(lines) - 1:  # the process died while writing it
                 break
-            raise ValueError(f"{path}, line {number + 1} is not JSON: {error}") from error
+            raise
     if len(moments) < 2:
         return None
     try:
         return _columns(*moments)
-    except (KeyError, IndexError, TypeError) as error:
+    except (KeyError, IndexError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"{path} is no record of passes: {type(error).__name__} {error}. Delete it") from error
 
 

@@ -29,10 +29,26 @@ class SavedScaling(Part):
         return {"steps": self.steps, "states": {name: state for name, state in states.items() if state}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        for name, saved in state_dict["states"].items():
-            scaling_state(self.model.get_submodule(name)).load_state_dict(saved)
-        self.steps = int(state_dict["steps"])
+        states, steps = state_dict.get("states"), state_dict.get("steps")
+        if not isinstance(states, Mapping) or not hasattr(steps, "__index__"):
+            raise TypeError(
+                f"the saved scaling has states of {type(states).__name__} and steps={steps!r}; expected what attach's "
+                "state_dict() gives: a dict by module, and a number of steps"
+            )
+        # All are checked before any is changed: a state that does not fit leaves the model as it was.
+        for take_over in [self._state_of(name).checked(saved) for name, saved in states.items()]:
+            take_over()
+        self.steps = int(steps)
         self._tell()
+
+    def _state_of(self, name: str) -> ScalingState:
+        try:
+            return scaling_state(self.model.get_submodule(name))
+        except AttributeError:
+            raise ValueError(
+                f"the saved scaling is of a module {name!r}, which the model does not have; expected a state of the "
+                "same model"
+            ) from None
 
     def detach(self) -> None:
         for state in self._states():

@@ -8,7 +8,6 @@ than the pages have left gets another page.
 
 from __future__ import annotations
 
-import re
 import weakref
 from types import CodeType
 from typing import TYPE_CHECKING, Any, Callable, Iterable, Iterator, Mapping, Protocol
@@ -25,14 +24,14 @@ from fp8_compile.passes.slot import BACKWARD, FROZEN, Place, Slot, TensorUse
 
 from .module_names import compiled_root, frame_code, modules_read, plain_module
 from .pass_recorder import PassRecorder
+from .reachable_modules import reachable_modules
+from .saved_slots import Row, SavedSlots, check_fits, read_slots
 from .scaling_page import Page
-from .scaling_stats import StatsRow, StatsTable, lost_numbers, stats_row
+from .scaling_stats import StatsRow, StatsTable, in_words, stats_row
 from .state_handling import handling_of
 
 if TYPE_CHECKING:
     from .weight_cache import WeightCache
-
-SAVED = ("scale", "amax_history", "counts", "largest")
 
 
 class Calibration(Protocol):
@@ -49,12 +48,10 @@ class ScalingState:
     def __init__(self, model: nn.Module | None = None) -> None:
         self._model = weakref.ref(model) if model is not None else None
         self.pages: list[Page] = []
-        self._waiting: dict[str, dict[str, Tensor]] = {}  # loaded, for slots that no graph has asked for yet
+        self._saved = SavedSlots()  # loaded, for slots that no graph has asked for yet
         self.recorders: list[PassRecorder] = []  # of graphs that are dumped with stats
         self._calibration: Calibration | None = None
         self.uses: dict[str, list[tuple[str, str, int]]] = {}  # by parameter or product: frame, line, ordinal of each
-        self._old_names: dict[str, set[Slot]] = {}  # of slots, as version 0.1 named them
-        self._loaded_by_old_name: set[str] = set()
         self._looked: tuple[int, set[Slot]] = (-1, set())  # the epoch, and slots of graphs that have finished looking
         self._parts: dict[str, tuple[Any, int]] = {}  # frame -> its newest compilation, and how many graphs that made
         self.frozen: dict[str, float] | None = None  # by slot or layer: up to which magnitude inference holds inputs
@@ -146,18 +143,26 @@ class ScalingState:
         """Plain tensors: ``<slot>.scale``, ``.amax_history``, ``.counts`` and ``.largest``, copies of the state."""
         self.settle()
         rows = {str(slot): self.pages[place.page].row(place.row) for slot, place in self.trained()}
-        rows = self._waiting | rows
+        rows = self._saved.waiting | rows
         return {f"{slot}.{field}": tensor for slot, row in rows.items() for field, tensor in row.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
         """Take a saved state over, before or after the model is compiled. One that does not fit changes nothing."""
+        self.checked(state_dict)()
+
+    def checked(self, state_dict: Mapping[str, Tensor]) -> Callable[[], None]:
+        """Raise where a saved state does not fit; the function that comes back takes it over. Whoever loads several
+        states checks all of them first."""
         places = {str(slot): place for slot, place in self.trained()}
-        rows = self._renamed(_by_slot(state_dict), places)
-        self._check(rows, places)
+        rows = self._saved.renamed(read_slots(state_dict), places)
+        check_fits(rows, {slot: self.pages[place.page].kind.length for slot, place in places.items()}, self.model)
+        return lambda: self._take_over(rows, places)
+
+    def _take_over(self, rows: Mapping[str, Row], places: Mapping[str, Place]) -> None:
         for slot, row in rows.items():
             if slot in places:
                 self.pages[places[slot].page].set_row(places[slot].row, row)
-        self._waiting = {slot: row for slot, row in rows.items() if slot not in places}
+        self._saved.waiting = {slot: row for slot, row in rows.items() if slot not in places}
         self.epoch += 1
 
     def prime(self, calibration: Calibration) -> None:
@@ -216,7 +221,7 @@ class ScalingState:
         for page in self.pages:
             if page.kind.direction != FROZEN:
                 page.clear()
-        self._waiting.clear()
+        self._saved.waiting.clear()
         self._calibration = None
         self.epoch += 1
 
@@ -238,22 +243,7 @@ class ScalingState:
 
     def __repr__(self) -> str:
         """What a user wants to know first: whether there is anything, and whether numbers were lost."""
-        rows = self.stats()
-        if not rows:
-            return f"ScalingState of no tensors: {self._why_empty()}"
-        lost = [row for row in rows if row.saturated or row.small]
-        steps = max(row.steps for row in rows)
-        head = f"ScalingState of {len(rows)} tensors, {steps} steps; "
-        if not lost:
-            return head + "none was ever saturated or too small for its scale"
-        return "\n".join([head + f"{len(lost)} lost numbers:", *(f"  {_lost(row)}" for row in lost)])
-
-    def _why_empty(self) -> str:
-        return (
-            "no graph with an FP8 matmul was compiled for this model under recipe='delayed' with gradients. Expected "
-            "torch.compile(model, backend='fp8') and one training step before; fp8_compile.explain(model, args) tells "
-            "what becomes of each matmul, TORCH_LOGS=graph_breaks what Dynamo left out"
-        )
+        return in_words(self.stats())
 
     def reset_stats(self) -> None:
         """Count from zero; scales and histories stay."""
@@ -315,53 +305,11 @@ class ScalingState:
                 assert reach is not None, slot
                 page.freeze(row, reach)
                 return
-            name, old_name = str(slot), tensor.old_name
-            self._old_names.setdefault(old_name, set()).add(slot)
-            if name not in self._waiting and (old_name in self._waiting or old_name in self._loaded_by_old_name):
-                name = self._by_old_name(old_name)
-                self._waiting[name] = self._waiting.pop(old_name)
-                self._loaded_by_old_name.add(old_name)
-            if (saved := self._waiting.get(name)) is not None:
-                _check_length(name, saved, page.kind.length)
-                page.set_row(row, self._waiting.pop(name))
+            saved = self._saved.take(slot, tensor.old_name, page.kind.length)
+            if saved is not None:
+                page.set_row(row, saved)
             else:
                 self._prime(slot, page, row)
-
-    def _renamed(self, rows: dict[str, Any], places: Mapping[str, Place]) -> dict[str, Any]:
-        """Rows that were saved by version 0.1 under today's names, of slots that graphs have asked for."""
-        old = [name for name in rows if name not in places and name in self._old_names]
-        return {(self._by_old_name(name) if name in old else name): row for name, row in rows.items()}
-
-    def _by_old_name(self, name: str) -> str:
-        """Today's name of a slot that was saved by version 0.1."""
-        shared = sorted(map(str, self._old_names[name]))
-        if len(shared) > 1:
-            raise ValueError(
-                f"the saved slot {name} was shared by tensors that have slots of their own now: {', '.join(shared)}; "
-                "expected a state saved by this version. Leave the scaling state out: the first step takes each "
-                "tensor's scale from the tensor itself"
-            )
-        return shared[0]
-
-    def _check(self, rows: Mapping[str, Mapping[str, Tensor]], places: Mapping[str, Place]) -> None:
-        missing = sorted(set(places) - set(rows))
-        unknown = sorted(slot for slot in set(rows) - set(places) if not self._may_have(slot))
-        if missing or unknown:
-            kinds = {"missing": missing, "unknown": unknown}
-            parts = [f"{kind}: {', '.join(slots)}" for kind, slots in kinds.items() if slots]
-            raise ValueError(
-                f"the scaling state does not fit the model; slots {'; '.join(parts)}. "
-                "Expected a state_dict() of a model with the same modules and options"
-            )
-        for slot, place in places.items():
-            _check_length(slot, rows[slot], self.pages[place.page].kind.length)
-
-    def _may_have(self, slot: str) -> bool:
-        """Whether a slot that no graph has asked for yet can be one of this model: by the first part of its name, since
-        modules kept in plain lists and the like have names that the model does not know."""
-        model = self.model
-        first = re.split(r"[.\[]", slot.rpartition("#")[0])[0]
-        return model is None or not first or hasattr(model, first)
 
 
 _states: weakref.WeakKeyDictionary[Any, ScalingState] = weakref.WeakKeyDictionary()  # by module, or by code
@@ -377,7 +325,7 @@ def scaling_state(model: nn.Module | Callable[..., Any]) -> ScalingState:
     if not callable(model):
         raise TypeError(f"scaling_state expects a module or a compiled function, got {type(model).__name__}")
     function = innermost_fn(model)
-    own = [module for module in _reachable(function) if module in _states]
+    own = [module for module in reachable_modules(function) if module in _states]
     if len(own) == 1:
         return _states[own[0]]
     newest = _newest[function.__code__]() if function.__code__ in _newest else None
@@ -414,52 +362,8 @@ def _state_of_several(modules: list[nn.Module]) -> ScalingState:
     return _of_several[key]
 
 
-def _reachable(function: Any) -> list[nn.Module]:
-    """The modules that a function has in its closure, or that the object has whose method it is."""
-    owner = getattr(function, "__self__", None)
-    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if _is_full(cell)]
-    seen = [owner, *vars(owner).values()] if hasattr(owner, "__dict__") else []
-    candidates = [getattr(item, "_orig_mod", item) for item in (*cells, *seen)]
-    return [item for item in candidates if isinstance(item, nn.Module)]
-
-
-def _is_full(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
-
-
-def _lost(row: StatsRow) -> str:
-    return lost_numbers(row.slot, row.steps, row.saturated, row.small)
-
-
 def _rows_by_page(places: Iterable[Place]) -> dict[int, list[int]]:
     rows: dict[int, list[int]] = {}
     for place in places:
         rows.setdefault(place.page, []).append(place.row)
     return rows
-
-
-def _by_slot(state_dict: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    rows: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in state_dict.items():
-        slot, _, field = key.rpartition(".")
-        rows.setdefault(slot, {})[field] = tensor
-    bad = sorted(slot for slot, row in rows.items() if set(row) != set(SAVED))
-    if bad:
-        raise ValueError(
-            f"slots {', '.join(bad)} are not whole; expected {', '.join(SAVED)} of each, as state_dict() gives"
-        )
-    for slot, row in rows.items():
-        if not 0 <= (scale := float(row["scale"])) < float("inf"):
-            raise ValueError(f"slot {slot} has a scale of {scale}; expected a finite one, 0 before its first pass")
-    return rows
-
-
-def _check_length(slot: str, row: Mapping[str, Tensor], length: int) -> None:
-    if (got := row["amax_history"].numel()) != length:
-        raise ValueError(
-            f"slot {slot} was saved with a history of {got}; expected amax_history_len={length}: set it to {got}"
-        )

@@ -13,6 +13,12 @@ from .report import align
 if TYPE_CHECKING:
     from .scaling_page import Page
 
+WHY_EMPTY = (
+    "no graph with an FP8 matmul was compiled for this model under recipe='delayed' with gradients. Expected "
+    "torch.compile(model, backend='fp8') and one training step before; fp8_compile.explain(model, args) tells "
+    "what becomes of each matmul, TORCH_LOGS=graph_breaks what Dynamo left out"
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class StatsRow:
@@ -75,6 +81,19 @@ def stats_row(slot: str, page: Page, row: int) -> StatsRow:
     return StatsRow(
         slot, int(elements), int(overflow), int(underflow), amax, scale, decibel(signal, noise), *seen
     )
+
+
+def in_words(rows: StatsTable) -> str:
+    """Whether there is anything, and which tensors lost numbers."""
+    if not rows:
+        return f"ScalingState of no tensors: {WHY_EMPTY}"
+    lost = [row for row in rows if row.saturated or row.small]
+    steps = max(row.steps for row in rows)
+    head = f"ScalingState of {len(rows)} tensors, {steps} steps; "
+    if not lost:
+        return head + "none was ever saturated or too small for its scale"
+    lines = [f"  {lost_numbers(row.slot, row.steps, row.saturated, row.small)}" for row in lost]
+    return "\n".join([head + f"{len(lost)} lost numbers:", *lines])
 
 
 def lost_numbers(slot: str, steps: int, saturated: int, small: int) -> str:

@@ -19,10 +19,21 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from .scaling_state import scaling_state
 
 
+def _metadata(reader: Any, checkpoint_id: Any) -> Any:
+    """What the checkpoint says it holds; it is written last, so that one that was cut short has none."""
+    try:
+        return reader.read_metadata()
+    except FileNotFoundError:
+        raise ValueError(
+            f"the checkpoint {checkpoint_id} has no .metadata: it was cut short, or is no checkpoint; expected one "
+            "that dcp.save has finished"
+        ) from None
+
+
 def load_scaling_state(model: Any, checkpoint_id: Any, *, key: str = "scaling", storage_reader: Any = None) -> None:
     """Give a model, run or not, the scaling state that a checkpoint has under ``key``. All ranks call it."""
     reader = storage_reader or dcp.FileSystemReader(checkpoint_id)
-    metadata = reader.read_metadata()
+    metadata = _metadata(reader, checkpoint_id)
     paths = metadata.planner_data or {}
     saved: dict[str, Tensor] = {}
     for name, stored in metadata.state_dict_metadata.items():

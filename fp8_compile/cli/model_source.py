@@ -91,6 +91,42 @@ def parse_input(text: str) -> torch.Tensor:
 
 def load_huggingface(folder: Path, batch: int, tokens: int) -> Call:
     """The model of a ``config.json`` on the meta device: no weight is read, no memory taken."""
+    config, cls = _huggingface_class(folder, batch, tokens)
+    with torch.device("meta"):
+        model = cls(config) if cls is not None else _auto_model(config)
+        return model, (), _huggingface_inputs(model, config, batch, tokens, training=True)
+
+
+def load_huggingface_weights(folder: Path, batch: int, tokens: int) -> Call:
+    """The model of a Hugging Face folder with its weights, packed or not, and inputs of inference.
+
+    Its results are tuples: a class of transformers could be read by no one who has only the package."""
+    config, cls = _huggingface_class(folder, batch, tokens)
+    if getattr(config, "quantization_config", None) is not None:
+        from fp8_compile import load_checkpoint
+
+        del config.quantization_config
+        model = cls(config) if cls is not None else _auto_model(config)
+        load_checkpoint(model, folder)
+    else:
+        import transformers
+
+        try:
+            model = (cls or transformers.AutoModel).from_pretrained(folder)
+        except Exception as error:
+            raise ValueError(f"transformers can't load the weights in {folder}: {_said(error)}") from error
+    inputs = _huggingface_inputs(model, config, batch, tokens, training=False)
+    return model.eval(), (), {**inputs, "return_dict": False}
+
+
+def _auto_model(config: Any) -> Any:
+    import transformers
+
+    return transformers.AutoModel.from_config(config)
+
+
+def _huggingface_class(folder: Path, batch: int, tokens: int) -> tuple[Any, Any]:
+    """The configuration of a folder, and the class that it names; None where transformers has no such class."""
     if batch < 1 or tokens < 1:
         raise ValueError(f"--batch {batch} --tokens {tokens}: expected at least 1 each")
     try:
@@ -105,21 +141,19 @@ def load_huggingface(folder: Path, batch: int, tokens: int) -> Call:
         config = transformers.AutoConfig.from_pretrained(folder)
     except Exception as error:
         raise ValueError(f"transformers can't read {folder}/config.json: {_said(error)}") from error
-    cls = next((getattr(transformers, name) for name in architectures if hasattr(transformers, name)), None)
-    with torch.device("meta"):
-        model = cls(config) if cls is not None else transformers.AutoModel.from_config(config)
-    return model, (), _huggingface_inputs(model, config, batch, tokens)
+    names = [name for name in architectures if isinstance(name, str)] if isinstance(architectures, list) else []
+    cls = next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)
+    return config, cls
 
 
-def _huggingface_inputs(model: nn.Module, config: Any, batch: int, tokens: int) -> dict[str, Any]:
-    with torch.device("meta"):
-        if model.main_input_name == "input_ids":
-            ids = torch.zeros(batch, tokens, dtype=torch.int64)
-            causal = type(model).__name__.endswith(("ForCausalLM", "LMHeadModel", "ForMaskedLM"))
-            no_cache = {"use_cache": False} if getattr(config, "use_cache", False) else {}  # as in training
-            return {"input_ids": ids, **({"labels": ids} if causal else {}), **no_cache}
-        if model.main_input_name == "pixel_values" and isinstance(getattr(config, "image_size", None), int):
-            return {"pixel_values": torch.zeros(batch, config.num_channels, config.image_size, config.image_size)}
+def _huggingface_inputs(model: nn.Module, config: Any, batch: int, tokens: int, *, training: bool) -> dict[str, Any]:
+    if model.main_input_name == "input_ids":
+        ids = torch.zeros(batch, tokens, dtype=torch.int64)
+        causal = type(model).__name__.endswith(("ForCausalLM", "LMHeadModel", "ForMaskedLM"))
+        no_cache = {"use_cache": False} if getattr(config, "use_cache", False) else {}
+        return {"input_ids": ids, **({"labels": ids} if causal and training else {}), **no_cache}
+    if model.main_input_name == "pixel_values" and isinstance(getattr(config, "image_size", None), int):
+        return {"pixel_values": torch.zeros(batch, config.num_channels, config.image_size, config.image_size)}
     raise ValueError(
         f"{type(model).__name__} takes {model.main_input_name}, which can't be made up here; "
         "write a factory that returns (model, args, kwargs) and name it as MODULE:FACTORY"

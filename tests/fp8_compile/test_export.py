@@ -8,6 +8,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import tracemalloc
 import zipfile
 from typing import Any, NamedTuple
 
@@ -220,7 +221,7 @@ def test_files_that_are_cut_short_changed_or_foreign_are_refused(exported: Expor
         ({"torch": "2.1.0"}, "exported with torch 2.1.0.*install torch 2.1"),
         ({"cpu_features": ["avx9000", "fma"]}, "this CPU lacks avx9000.*export the model on this machine"),
         ({"machine": "pdp11"}, "exported for Linux on pdp11"),
-        ({"report": None}, "its manifest lacks something"),
+        ({"report": None}, "its manifest is not one that export writes: 'report' is NoneType"),
     ],
 )
 def test_other_versions_and_machines_are_refused(damaged: Any, change: dict[str, Any], message: str) -> None:
@@ -232,6 +233,106 @@ def test_files_that_export_does_not_write_are_refused(damaged: Any) -> None:
     for name in ("model/data/weights/weights_0", "model/data/aotinductor/model/../../x.so", "other/x"):
         with pytest.raises(ValueError, match="does not belong in a package"):
             fp8_compile.load(damaged(more={name: b"."}))
+
+
+def rewritten(source: pathlib.Path, target: pathlib.Path, change: Any, compression: int = zipfile.ZIP_STORED) -> None:
+    """A copy of a package with ``change(name, data)`` in place of each file: data, None to leave it out, or a list."""
+    with zipfile.ZipFile(source) as given, zipfile.ZipFile(target, "w", compression) as out:
+        for name in given.namelist():
+            data = change(name, given.read(name))
+            for inner, one in data if isinstance(data, list) else [(name, data)] if data is not None else []:
+                out.writestr(inner, one)
+
+
+def test_a_package_with_no_library_two_or_one_that_is_no_code_is_refused(
+    exported: Exported, tmp_path: pathlib.Path
+) -> None:
+    path = tmp_path / "model.pt2"
+    changes = {
+        "expected one library of code.*got none": lambda name, data: None if name.endswith(".so") else data,
+        "expected one library of code.*got 2": lambda name, data: (
+            [(name, data), (name.replace(".wrapper.so", "2.wrapper.so"), data)] if name.endswith(".so") else data
+        ),
+        "its code can't be loaded.*export the model again": lambda name, data: (
+            b"not a library" if name.endswith(".so") else data
+        ),
+    }
+    for message, change in changes.items():
+        rewritten(exported.path, path, change)
+        with pytest.raises(ValueError, match=message):
+            fp8_compile.load(path)
+
+
+def test_a_small_file_that_unpacks_to_much_is_refused_by_its_headers(
+    exported: Exported, tmp_path: pathlib.Path
+) -> None:
+    path, honest = tmp_path / "model.pt2", tmp_path / "large.pt2"
+    many = 50_000_000
+    with zipfile.ZipFile(honest, "w") as archive:
+        archive.writestr("model/extra/fp8_compile.json", b"{" + bytes(33 * 2**20))
+    rewritten(
+        exported.path,
+        path,
+        lambda name, data: bytes(many) if name.endswith("archive_version") else None if name.endswith(".so") else data,
+        zipfile.ZIP_DEFLATED,
+    )
+    assert path.stat().st_size < 1_000_000
+    tracemalloc.start()
+    with pytest.raises(ValueError, match="is compressed or encrypted"):
+        fp8_compile.load(path)
+    with pytest.raises(ValueError, match="fp8_compile.json has 34,603,009 bytes; expected at most"):
+        fp8_compile.load(honest)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1_000_000, "nothing but headers was read"
+
+
+def test_headers_that_say_nonsense_are_value_errors(exported: Exported, tmp_path: pathlib.Path) -> None:
+    whole, path = exported.path.read_bytes(), tmp_path / "model.pt2"
+    first = whole.rindex(b"PK\x05\x06")
+    directory = whole.index(b"PK\x01\x02", first - 4000)
+    for offset in (*range(directory, directory + 46, 3), *range(first, len(whole), 3), 0, 4, 8, 26, 28):
+        for value in (0, 255):
+            data = bytearray(whole)
+            data[offset] = value
+            path.write_bytes(data)
+            try:
+                package_manifest.read_manifest(path)
+            except ValueError as error:
+                assert "export the model again" in str(error) or "torch.export.load read others" in str(error)
+
+
+@pytest.mark.parametrize(
+    "field, value, message",
+    [
+        ("torch", 3, "'torch' is int; expected str"),
+        ("cpu_features", "avx2", "'cpu_features' is str; expected list"),
+        ("cpu_features", [3], "'cpu_features' has something that is not text"),
+        ("options", None, "'options' is NoneType; expected dict"),
+        ("inputs", [{"name": "x"}], "input x has neither a shape nor a plain value"),
+        ("inputs", [{"name": "x", "dtype": "float33", "shape": [2]}], "input x is of dtype 'float33'"),
+        ("inputs", [{"name": "x", "dtype": "float32", "shape": [-2]}], r"input x has the shape \[-2\]"),
+        ("inputs", [{"name": "x", "dtype": "float32", "shape": ["os.getpid()"]}], "input x has the shape"),
+        ("inputs", [], "its code takes 3 inputs, its manifest describes 0"),
+        ("ranges", {"s0": 3}, "size s0 varies between 3"),
+        ("report", {"rows": 3}, "the report's rows are int"),
+        ("report", {"rows": [], "recipe": "packed", "target": 3, "cache": "", "graphs": 1}, "target is int"),
+        ("report", {"rows": [{}], "recipe": "", "target": "", "cache": "", "graphs": 1}, "row 0 of the report has"),
+        ("format", True, "the package has format True"),
+    ],
+)
+def test_a_manifest_of_other_types_is_refused(damaged: Any, field: str, value: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fp8_compile.load(damaged(lambda manifest: manifest.update({field: value})))
+
+
+@pytest.mark.parametrize("text", [b"[" * 200_000, b'{"format":' * 200_000, b"[]", b"\xff", b"9" * 5000, b""])
+def test_a_manifest_that_is_no_object_or_nested_is_refused(
+    exported: Exported, tmp_path: pathlib.Path, text: bytes
+) -> None:
+    rewritten(exported.path, tmp_path / "model.pt2", lambda name, data: text if name.endswith("le.json") else data)
+    with pytest.raises(ValueError, match="model.pt2: its manifest.*[Ee]xport the model again"):
+        fp8_compile.load(tmp_path / "model.pt2")
 
 
 def test_what_can_not_be_exported_is_refused(tmp_path: pathlib.Path) -> None:

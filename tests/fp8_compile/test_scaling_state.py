@@ -237,6 +237,36 @@ MISFITS: dict[str, tuple[Callable[[dict[str, Tensor]], dict[str, Tensor]], list[
     ),
     "negative": (lambda state: {**state, "2#0.input.scale": torch.tensor(-1.0)}, ["2#0.input", "-1.0"]),
     "nothing": (lambda state: {}, sorted(SLOTS)),
+    "all zeros": (
+        lambda state: {key: torch.zeros_like(value) for key, value in state.items()}, ["#0.", "largest", "448"]
+    ),
+    "an empty history": (lambda state: {**state, "0#0.input.amax_history": torch.zeros(0)}, ["0#0.input", "at least"]),
+    "a history with an infinity": (
+        lambda state: {**state, "0#0.input.amax_history": torch.full((16,), torch.inf)}, ["0#0.input", "inf", "finite"]
+    ),
+    "a scale of two": (lambda state: {**state, "0#0.input.scale": torch.ones(2)}, ["0#0.input: scale", "[2]", "one"]),
+    "a square history": (lambda state: {**state, "0#0.input.amax_history": torch.ones(4, 4)}, ["0#0.input", "[4, 4]"]),
+    "too many counts": (
+        lambda state: {**state, "0#0.input.counts": torch.zeros(99, dtype=torch.int32)}, ["0#0.input", "99 numbers"]
+    ),
+    "huge counts": (lambda state: {**state, "0#0.input.counts": torch.full((2,), 2**40)}, ["0#0.input", str(2**40)]),
+    "another field": (lambda state: {**state, "0#0.input.colour": torch.ones(())}, ["0#0.input", "other fields"]),
+    "no slot": (lambda state: {**state, **renamed(state, "0#0.input", "attic")}, ["attic: not the name of a slot"]),
+    "a role that is none": (lambda state: renamed(state, "0#0.input", "0#0.output"), ["0#0.output", "grad_output"]),
+}  # fmt: skip
+
+WRONG_TYPES: dict[str, tuple[Callable[[dict[str, Tensor]], Any], list[str]]] = {
+    "no dict": (lambda state: [*state.values()], ["dict of tensors", "list"]),
+    "None": (lambda state: {**state, "0#0.input.scale": None}, ["0#0.input: scale is NoneType", "tensor"]),
+    "a list": (lambda state: {**state, "0#0.input.amax_history": [0.0] * 16}, ["0#0.input: amax_history is list"]),
+    "a text": (lambda state: {**state, "0#0.input.largest": "448"}, ["0#0.input: largest is str"]),
+    "a key that is no text": (lambda state: {**state, 3: torch.ones(())}, ["the key 3", "0#0.input.scale"]),
+    "fractions of counts": (lambda state: {**state, "0#0.input.counts": torch.ones(5)}, ["0#0.input: counts", "integ"]),
+    "complex": (lambda state: {**state, "0#0.input.scale": torch.tensor(1j)}, ["0#0.input: scale", "complex64"]),
+    "meta": (lambda state: {**state, "0#0.input.scale": torch.ones((), device="meta")}, ["0#0.input: scale", "meta"]),
+    "sparse": (
+        lambda state: {**state, "0#0.input.amax_history": torch.ones(16).to_sparse()}, ["0#0.input: amax_hi", "sparse"]
+    ),
 }  # fmt: skip
 
 
@@ -255,6 +285,49 @@ def test_a_state_that_does_not_fit_is_an_error_that_names_the_slots_and_changes_
         scaling_state(model).load_state_dict(change(spoiled(before)))
     assert all(word in str(error.value) for word in words), error.value
     assert equal(scaling_state(model).state_dict(), before), "what waits for a graph would be seen too"
+
+
+@pytest.mark.parametrize("wrong", WRONG_TYPES)
+def test_a_state_of_wrong_types_is_an_error_that_names_the_slot_and_changes_nothing(
+    wrong: str, model: nn.Module
+) -> None:
+    before = scaling_state(model).state_dict()
+    change, words = WRONG_TYPES[wrong]
+    with pytest.raises(TypeError) as error:
+        scaling_state(model).load_state_dict(change(spoiled(before)))
+    assert all(word in str(error.value) for word in words), error.value
+    assert equal(scaling_state(model).state_dict(), before)
+
+
+def test_a_loaded_state_is_a_copy_that_its_owner_may_write_to() -> None:
+    saved = scaling_state(trained()[0]).state_dict()
+    state = ScalingState()
+    state.load_state_dict(saved)
+    kept = {key: tensor.clone() for key, tensor in saved.items()}
+    for tensor in saved.values():
+        tensor.zero_()
+    assert equal(state.state_dict(), kept)
+
+
+def test_of_several_states_none_is_changed_where_one_does_not_fit() -> None:
+    from fp8_compile.saved_scaling import SavedScaling
+
+    torch._dynamo.reset()
+    model = nn.Sequential(mlp(), mlp())
+    compiled = [torch.compile(part, backend=UncompiledBackend(Config())) for part in model]
+    for part in compiled:
+        part(torch.randn(8, D)).sum().backward()
+    part, before = SavedScaling(model), SavedScaling(model).state_dict()
+    spoilt = {"steps": 3, "states": {name: spoiled(state) for name, state in before["states"].items()}}
+    spoilt["states"]["1"]["0#0.input.scale"] = torch.tensor(-1.0)
+    with pytest.raises(ValueError, match="slot 0#0.input has a scale of -1.0"):
+        part.load_state_dict(spoilt)
+    after = part.state_dict()
+    assert after["steps"] == 0 and all(equal(after["states"][name], before["states"][name]) for name in ("0", "1"))
+    with pytest.raises(ValueError, match="a module '7', which the model does not have"):
+        part.load_state_dict({"steps": 3, "states": {"7": {}}})
+    with pytest.raises(TypeError, match="states of NoneType"):
+        part.load_state_dict({"steps": 3})
 
 
 def test_before_the_first_forward_a_slot_of_no_module_is_refused() -> None:

@@ -4,7 +4,9 @@
     fp8-compile export serve:make_model model.pt2 --weights fp8 --dynamic x:0,1  sizes 0 and 1 of input x may vary
     fp8-compile export serve:make_model model.pt2 --weights fp8 --activations fp8 --calibration serve:make_batches
 
-MODULE:FACTORY is imported from the current folder. FACTORY() returns (model, args) or (model, args, kwargs); that of
+    fp8-compile export ./Llama-3.2-1B model.pt2 --tokens 256                    a Hugging Face folder, packed or not
+
+A Hugging Face folder is called as model(input_ids) or model(pixel_values), and gives a tuple. MODULE:FACTORY is imported from the current folder. FACTORY() returns (model, args) or (model, args, kwargs); that of
 --calibration batches: tensors, tuples or dicts of the model's arguments.
 """
 
@@ -23,8 +25,10 @@ HELP = "export a model to a package that runs without Python"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODULE:FACTORY", help="where the model comes from")
+    parser.add_argument("model", metavar="MODULE:FACTORY | FOLDER", help="where the model comes from")
     parser.add_argument("output", type=Path, metavar="FILE.pt2", help="the package to write")
+    parser.add_argument("--batch", type=int, default=1, help="of a Hugging Face model's input (default 1)")
+    parser.add_argument("--tokens", type=int, default=128, help="of a Hugging Face model's input (default 128)")
     parser.add_argument("--weights", choices=("nvfp4", "fp8", "none"), default="nvfp4", help="default nvfp4")
     parser.add_argument("--method", help="how NVFP4 scales are chosen (default sweep; rtn is fastest)")
     parser.add_argument(
@@ -46,9 +50,12 @@ def run(options: argparse.Namespace) -> int:
 
     import fp8_compile
 
-    from ..model_source import load_batches, load_factory
+    from ..model_source import load_batches, load_factory, load_huggingface_weights
 
-    model, args, kwargs = load_factory(options.model)
+    if Path(options.model).is_dir():
+        model, args, kwargs = load_huggingface_weights(Path(options.model), options.batch, options.tokens)
+    else:
+        model, args, kwargs = load_factory(options.model)
     if not isinstance(model, nn.Module):
         raise TypeError(f"{options.model} gives {type(model).__name__}; expected a torch.nn.Module to export")
     if not args and not kwargs:

@@ -90,7 +90,7 @@ def test_explain_reports_on_a_factory_with_hostile_names_and_dumps_a_page(tmp_pa
     [
         (("view", "absent"), "absent is not a folder"),
         (("view", ".", "--port", "70000"), "--port 70000 is not a port"),
-        (("diff", ".", "report.json"), "expected an object as fp8_compile dumps it"),
+        (("diff", ".", "report.json"), "Expected an object as fp8_compile dumps it"),
         (("diff", "absent", "absent"), "absent is not a folder"),
         (("bench", "nonsense"), "no benchmark is called nonsense; expected some of: "),
         (("explain", "odd:make", "--recipe", "rowise"), "(did you mean 'rowwise'?)"),

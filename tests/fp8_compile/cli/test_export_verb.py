@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.export import Dim
 
 import fp8_compile
@@ -61,6 +62,43 @@ def test_batches_are_calibrated_with_and_other_things_refused(calls: list[Any], 
     assert options["calibration"].amax("") == 7 and options["calibration"].tokens("") == 7
     assert main(["export", "made_for_export:make", "model.pt2", *words, "made_for_export:one"]) == MISTAKE
     assert "made_for_export:one gives Tensor; expected an iterable of batches" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_hugging_face_folder_is_exported_with_its_weights(
+    packed: bool, calls: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads, tie_word_embeddings=False)).eval()
+    if packed:
+        fp8_compile.pack(model, progress=False)
+        model.config.architectures = ["LlamaForCausalLM"]
+        fp8_compile.save_checkpoint(model, tmp_path / "folder")
+    else:
+        model.save_pretrained(tmp_path / "folder")
+    exported = []
+    stand_in = fp8_compile.export
+
+    def export(given: Any, *args: Any, **options: Any) -> Report:
+        exported.append(given)
+        return stand_in(given, *args, **options)
+
+    monkeypatch.setattr(fp8_compile, "export", export)
+    words = ["--weights", "none"] if packed else []
+    assert main(["export", "folder", "model.pt2", "--tokens", "6", "--dynamic", "input_ids:0", *words]) == 0
+    ((training, _, options),) = calls
+    ids = options["kwargs"].pop("input_ids")
+    assert not training and ids.shape == (1, 6) and options["kwargs"] == {"use_cache": False, "return_dict": False}
+    assert options["dynamic_shapes"]["input_ids"] == {0: Dim.DYNAMIC}
+    torch.testing.assert_close(exported[0](ids).logits, model(ids).logits, rtol=1e-4, atol=1e-5)
+    (tmp_path / "folder" / "model.safetensors").write_bytes(b"cut sh")
+    assert main(["export", "folder", "model.pt2"]) == MISTAKE
+    assert "folder" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    assert main(["export", "empty", "model.pt2"]) == MISTAKE
+    assert "empty is no Hugging Face folder: config.json" in capsys.readouterr().err
 
 
 def test_what_torch_can_not_export_is_a_mistake_in_one_line(
