@@ -46,7 +46,9 @@ def check(
         and (not contiguous or tensor.is_contiguous())
     ):
         return
-    expected = f"{' or '.join(map(str, dtypes))}{' of shape ' * bool(shapes)}{' or '.join(map(str, dict.fromkeys(shapes)))}"
+    expected = " or ".join(map(str, dtypes))
+    if shapes:
+        expected += " of shape " + " or ".join(dict.fromkeys(str(tuple(shape)) for shape in shapes))
     raise (ValueError if tensor.dtype in dtypes else TypeError)(
         f"fp8_compile::{op}: {argument}: expected {expected}{', contiguous,' * contiguous} on cpu, got {tensor.dtype} of "
         f"shape {tuple(tensor.shape)} with strides {tensor.stride()} on {tensor.device}"

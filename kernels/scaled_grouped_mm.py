@@ -53,7 +53,7 @@ def bounds(offsets: Tensor, *, tokens: int) -> Iterator[tuple[int, int]]:
     for end in (ends := offsets.tolist()):
         if not start <= end <= tokens:
             raise ValueError(
-                f"offsets of groups must not fall, and not exceed the number of tokens, {tokens}; got {ends}. Expected "
+                f"fp8_compile::scaled_grouped_mm: offsets of groups must not fall, and not exceed the number of tokens, {tokens}; got {ends}. Expected "
                 "where each group ends: torch.cumsum of the groups' sizes"
             )
         yield start, end
