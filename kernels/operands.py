@@ -50,8 +50,8 @@ def check(
     if shapes:
         expected += " of shape " + " or ".join(dict.fromkeys(str(tuple(shape)) for shape in shapes))
     raise (ValueError if tensor.dtype in dtypes else TypeError)(
-        f"fp8_compile::{op}: {argument}: expected {expected}{', contiguous,' * contiguous} on cpu, got {tensor.dtype} of "
-        f"shape {tuple(tensor.shape)} with strides {tensor.stride()} on {tensor.device}"
+        f"fp8_compile::{op}: {argument}: expected {expected}{', contiguous,' * contiguous} on cpu, got {tensor.dtype} "
+        f"of shape {tuple(tensor.shape)} with strides {tensor.stride()} on {tensor.device}"
     )
 
 
@@ -82,8 +82,8 @@ def on_one_device(op: str, fake: Callable[..., Any]) -> Callable[..., Any]:
             schema = getattr(torch.ops.fp8_compile, op).default._schema
             wrong = [argument.name for argument, one in zip(schema.arguments, given) if getattr(one, "is_meta", False)]
             raise ValueError(
-                f"fp8_compile::{op}: {', '.join(wrong)}: expected all tensors on one device, got some on meta, and others on "
-                f"{next(one.device for one in tensors if not one.is_meta)}"
+                f"fp8_compile::{op}: {', '.join(wrong)}: expected all tensors on one device, got some on meta and "
+                f"others on {next(one.device for one in tensors if not one.is_meta)}"
             )
         return fake(*given, **named)
 

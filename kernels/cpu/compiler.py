@@ -38,7 +38,10 @@ def why_none() -> str:
     for name in filter(None, searched):
         if problem := _problem_of(name):
             return problem
-    return "no C++ compiler found: expected g++, or the program that CXX names. Install g++ or set CXX, as Inductor needs one too"
+    return (
+        "no C++ compiler found: expected g++, or the program that CXX names. Install g++ or set CXX, as Inductor needs "
+        "one too"
+    )
 
 
 def _problem_of(name: str) -> str | None:
@@ -50,8 +53,8 @@ def _problem_of(name: str) -> str | None:
         if tried.returncode == 0:
             return None
         return (
-            f"the C++ compiler {name!r} is there, but does not work: expected {name} --version to succeed, got exit code "
-            f"{tried.returncode}{': ' * bool(tried.stderr.strip())}{tried.stderr.strip()}. Mend it, or set CXX to another"
+            f"the C++ compiler {name!r} is there, but does not work: expected {name} --version to succeed, got exit "
+            f"code {tried.returncode}: {tried.stderr.strip() or 'no message'}. Mend it, or set CXX to another one"
         )
     if os.path.exists(name):
         return f"CXX={name!r} is not a compiler: expected a program, got something that can't be run. Set CXX to g++"

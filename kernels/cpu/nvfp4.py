@@ -166,8 +166,8 @@ def check_weight(op: str, x: Tensor, codes: Tensor, block_scales: Tensor, dims: 
     shape = codes.shape
     if shape[-1] % 8 or not 0 <= 2 * shape[-1] - x.shape[1] < BLOCK:
         raise ValueError(
-            f"fp8_compile::{op}: codes: x [M, K] times an NVFP4 weight of codes [..., K/2]: expected one K, in the weight "
-            f"padded to a multiple of {BLOCK}, got x {tuple(x.shape)} and codes {tuple(shape)}"
+            f"fp8_compile::{op}: codes: x [M, K] times an NVFP4 weight of codes [..., K/2]: expected one K, in the "
+            f"weight padded to a multiple of {BLOCK}, got x {tuple(x.shape)} and codes {tuple(shape)}"
         )
     check(op, "block_scales", block_scales, (torch.float8_e4m3fn,), (*shape[:-1], shape[-1] // 8), contiguous=True)
 

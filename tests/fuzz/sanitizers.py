@@ -45,7 +45,8 @@ class Report:
 
     def __str__(self) -> str:
         made = ", ".join(f"{name} {count}" for name, count in sorted(self.calls.items()))
-        head = f"{self.isa}: {sum(self.calls.values())} calls, {self.shapes} shapes, {len(self.findings)} findings ({made})"
+        counts = f"{sum(self.calls.values())} calls, {self.shapes} shapes, {len(self.findings)} findings"
+        head = f"{self.isa}: {counts} ({made})"
         return "\n  ".join([head, *self.findings])
 
 
@@ -122,15 +123,16 @@ class Fuzzer:
         scale = self.floats(1) if self.random.random() < 0.5 else np.zeros(1, np.float32)
         codes = self.bytes(count) if self.random.random() < 0.7 else None
         e5m2, largest = self.random.randrange(2), np.empty(1, np.float32)
-        self.call("fp8_delayed", self.elements(count, dtype), dtype, count, e5m2, scale, codes, largest, self.threads())
+        x = self.elements(count, dtype)
+        self.call("fp8_delayed", x, dtype, count, e5m2, scale, codes, largest, self.threads())
 
     def fp8_update_scales(self) -> None:
         slots, length = self.size(), max(self.size(), 1)
         counts = self.numbers.integers(-3, 2000, (10, slots), dtype=np.int32)
         counts[5:] = self.numbers.integers(0, 4, (5, slots), dtype=np.int32)  # exponents and flags
-        arrays = (self.floats(slots), self.floats(slots * length), self.floats(2 * slots), counts, self.floats(2 * slots))
+        state = self.floats(slots), self.floats(slots * length), self.floats(2 * slots), counts
         rule = (self.random.randrange(4), self.random.choice((1, 3)))
-        self.call("fp8_update_scales", slots, length, *arrays, 448.0, 480.0, 1.75, 6, *rule)
+        self.call("fp8_update_scales", slots, length, *state, self.floats(2 * slots), 448.0, 480.0, 1.75, 6, *rule)
 
     def fp8_scaled_mm(self) -> None:
         m, n, k = self.size(), self.size(), self.random.choice(DEEP)
@@ -143,12 +145,13 @@ class Fuzzer:
         e5m2 = self.random.randrange(2), self.random.randrange(2)
         self.call(
             "fp8_scaled_mm",
-            *(m, n, k, left, left_stride, left_k, e5m2[0], *scales[:4], right, right_stride, right_k, e5m2[1], *scales[4:]),
+            *(m, n, k, left, left_stride, left_k, e5m2[0], *scales[:4]),
+            *(right, right_stride, right_k, e5m2[1], *scales[4:]),
             *(bias, out, dtype, out_stride, self.random.randrange(2), self.threads()),
         )
 
     def _scales(self, lines: int, k: int) -> tuple[np.ndarray | None, int, int, int]:
-        """Scales of all, of lines, of 128 k's of each line or of 128 lines; stride, stride along k, lines that share."""
+        """Scales of all, of lines, of 128 k's of each line or of 128 lines; strides, along k too; lines that share."""
         blocks, kind = -(-k // 128), self.random.randrange(4)
         if kind == 0:
             return self.floats(1), 0, 0, 1
@@ -205,13 +208,17 @@ class Fuzzer:
         m, k, n, dtype, experts = self.size(), self.size(), self.size(), self.dtype(), self.random.choice((1, 2, 5))
         padded, grouped = -(-k // 16) * 16, self.random.random() < 0.5
         x, stride = self.matrix(m, k, dtype)
-        which = np.sort(self.numbers.integers(0, m + 1, experts)) if grouped else self.numbers.integers(-experts, experts, m)
+        which = self.numbers.integers(-experts, experts, m)
+        if grouped:
+            which = np.sort(self.numbers.integers(0, m + 1, experts))
         if len(which) and self.random.random() < 0.1:
-            which[self.random.randrange(len(which))] = self.random.choice((-(2**40), -experts - 1, m + experts + 1, 2**40))
+            far = (-(2**40), -experts - 1, m + experts + 1, 2**40)
+            which[self.random.randrange(len(which))] = self.random.choice(far)
         count = experts * n
         weight: tuple[Any, ...]
         if packed:
-            weight = (self.bytes(count * padded // 2), self.bytes(count * padded // 16), self.floats(experts), experts, n, padded)
+            packed_weight = self.bytes(count * padded // 2), self.bytes(count * padded // 16), self.floats(experts)
+            weight = (*packed_weight, experts, n, padded)
         else:
             weight = (self.bytes(count * k), self.floats(count), experts, n)
         given = (x, m, k, stride, dtype, *weight, which.astype(np.int64), int(grouped))
@@ -287,8 +294,8 @@ def runtime() -> list[str] | None:
         command = [compiler, *SANITIZE, "-shared", "-fPIC", "-x", "c++", os.devnull, "-o", f"{folder}/empty.so"]
         if subprocess.run(command, capture_output=True).returncode:
             return None
-    ask = [subprocess.run([compiler, f"-print-file-name={name}"], capture_output=True, text=True) for name in ("libasan.so", "libubsan.so")]
-    found = [answer.stdout.strip() for answer in ask]
+    ask = [[compiler, f"-print-file-name={name}"] for name in ("libasan.so", "libubsan.so")]
+    found = [subprocess.run(one, capture_output=True, text=True).stdout.strip() for one in ask]
     return found if all(os.path.isabs(path) for path in found) else None
 
 
@@ -323,9 +330,11 @@ def fuzz(isa: Any, seconds: float, seed: int, only: str | None = None) -> Report
         "OPENBLAS_NUM_THREADS": "1",
     }
     command = [sys.executable, __file__, "--work", str(compiled(isa)), "--seconds", str(seconds), "--seed", str(seed)]
-    done = subprocess.run([*command, *(["--only", only] if only else [])], env=environment, capture_output=True, text=True)
+    command += ["--only", only] if only else []
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     lines = done.stderr.splitlines()
-    found = [f"{line.strip()}{_place(lines[at + 1 :])}" for at, line in enumerate(lines) if any(one in line for one in FINDINGS)]
+    said = [at for at, line in enumerate(lines) if any(one in line for one in FINDINGS)]
+    found = [f"{lines[at].strip()}{_place(lines[at + 1 :])}" for at in said]
     if done.returncode:
         found.append(f"the process ended with {done.returncode}: {done.stderr[-2000:]}")
     made = json.loads(done.stdout.splitlines()[-1]) if done.stdout.strip() else {"calls": {}, "shapes": 0}
@@ -350,7 +359,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--isa", action="append", help="one of this machine's instruction sets; all of them if not given")
+    parser.add_argument("--isa", action="append", help="an instruction set of this machine's; all if not given")
     parser.add_argument("--only", help="one entry point")
     parser.add_argument("--work", metavar="LIBRARY", help=argparse.SUPPRESS)
     given = parser.parse_args()

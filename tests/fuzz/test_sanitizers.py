@@ -1,4 +1,4 @@
-"""A short run of ``sanitizers.py``: no C++ kernel reads or writes where it must not, and none relies on what is undefined."""
+"""A short run of ``sanitizers.py``: no C++ kernel reads or writes where it must not, or relies on what is undefined."""
 
 from __future__ import annotations
 

@@ -55,7 +55,8 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     },
     "nvfp4_experts_mm": lambda: {
         "x": torch.ones(M, K), "codes": nibbles(E, N, K // 2), "block_scales": fp8(E, N, K // 16),
-        "global_scale": torch.ones(E), "which": torch.tensor([0, 2, 1, 0, 2]), "rows": "gathered", "layout": "interleaved",
+        "global_scale": torch.ones(E), "which": torch.tensor([0, 2, 1, 0, 2]), "rows": "gathered",
+        "layout": "interleaved",
     },
     "fp8_experts_mm": lambda: {
         "x": torch.ones(M, K), "codes": fp8(E, N, K), "scales": torch.ones(E, N), "which": torch.tensor([1, 2, 5]),
@@ -69,7 +70,10 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
 }  # fmt: skip
 # What else is wrong in an operation: argument, what is wrong, its value.
 MORE: dict[str, list[tuple[str, str, Any]]] = {
-    "scales": [("dtype", "no FP8", FP32), *(("block", str(b), b) for b in ([0, -1], [-2, -1], [1, 128], [0, 0], [7, -1]))],
+    "scales": [
+        ("dtype", "no FP8", FP32),
+        *(("block", str(block), block) for block in ([0, -1], [-2, -1], [1, 128], [0, 0], [7, -1])),
+    ],
     "cast": [
         *(("block", str(block), block) for block in ([0, 0], [-1, -2], [128, 128])),
         ("quant_scale", "of columns", torch.ones(1, K)),
@@ -126,7 +130,8 @@ ALLOWED = {
     *((op, "x", what) for op in ("scales", "quantize_inputs", "cast") for what in ("shorter", "longer", "nothing")),
     *(("update_scales_", "history", what) for what in ("shorter", "longer")),
     *((op, "x", "shorter") for op in ("nvfp4_mm", "nvfp4_experts_mm")),  # K of the weight is a multiple of 16
-    *(("quantize_delayed", "x", what) for what in ("more dimensions", "fewer dimensions", "shorter", "longer", "nothing")),
+    *(("quantize_delayed", "x", f"{what} dimensions") for what in ("more", "fewer")),
+    *(("quantize_delayed", "x", what) for what in ("shorter", "longer", "nothing")),
     ("quantize_delayed", "quant_scale", "fewer dimensions"),
     ("scaled_mm", "scale_left", "shorter"),  # one scale per row
 }
