@@ -6,6 +6,8 @@ from typing import Any, Callable
 
 import torch
 
+from .operands import on_one_device
+
 library = torch.library.Library("fp8_compile", "FRAGMENT")
 
 
@@ -14,5 +16,5 @@ def define(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) 
     name = schema.partition("(")[0]
     library.define(schema)
     library.impl(name, function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"fp8_compile::{name}", fake, lib=library)
+    torch.library.register_fake(f"fp8_compile::{name}", on_one_device(name, fake), lib=library)
     return getattr(torch.ops.fp8_compile, name).default

@@ -68,6 +68,7 @@ class Limits:
 
 
 _LIMITS = {format.max: Limits.of(format) for format in BY_DTYPE.values()}
+LARGEST = tuple(_LIMITS)  # values of formats
 
 
 def limits_of(largest: float) -> Limits:

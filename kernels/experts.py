@@ -23,6 +23,7 @@ from . import fp8_weight
 from .define_op import define
 from .nvfp4 import ops as nvfp4
 from .nvfp4.weight import dequantize
+from .operands import check_value
 
 ROWS = ("grouped", "gathered")
 
@@ -73,6 +74,10 @@ def _nvfp4_mm(
 ) -> Tensor:
     from .cpu import experts as on_cpu  # it compiles C++ on first use
 
+    check_value("nvfp4_experts_mm", "layout", layout, nvfp4.LAYOUTS)
+    check_value("nvfp4_experts_mm", "rows", rows, ROWS)
+    if x.device.type == "cpu" and layout == nvfp4.INTERLEAVED:
+        on_cpu.check_nvfp4(x, codes, block_scales, global_scale, which, rows)
     if layout == nvfp4.INTERLEAVED and on_cpu.works_for(x):
         return on_cpu.nvfp4(x, codes, block_scales, global_scale, which, rows)
     stack = codes, block_scales, global_scale, x.shape[1], x.dtype, layout
@@ -82,6 +87,9 @@ def _nvfp4_mm(
 def _fp8_mm(x: Tensor, codes: Tensor, scales: Tensor, which: Tensor, rows: str) -> Tensor:
     from .cpu import experts as on_cpu
 
+    check_value("fp8_experts_mm", "rows", rows, ROWS)
+    if x.device.type == "cpu":
+        on_cpu.check_fp8(x, codes, scales, which, rows)
     if on_cpu.works_for(x):
         return on_cpu.fp8(x, codes, scales, which, rows)
     return reference(x, lambda e: _fp8_dequantize(codes, scales, x.dtype, e), codes.shape[:2], which, rows)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .define_op import define, library
 from .delayed_scaling import cast_delayed
 from .formats import E4M3
 from .quantize import WHOLE, dequantize, quantize
@@ -49,18 +50,13 @@ def _fake(x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
 
 # quantize_inputs stands for one quantize in the graph, which q, k and v share. In eager mode, and until products are
 # rewritten, it is round_inputs.
-_library = torch.library.Library("fp8_compile", "FRAGMENT")
-_library.define("quantize_inputs(Tensor x, Tensor? scale) -> (Tensor q, Tensor dequant_scale)")
-_library.impl("quantize_inputs", _quantize, "CompositeExplicitAutograd")
-torch.library.register_fake("fp8_compile::quantize_inputs", _fake, lib=_library)
-_library.define("round_inputs(Tensor x, Tensor? scale) -> Tensor")
-_library.impl("round_inputs", round_inputs, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "fp8_compile::round_inputs",
+quantize_inputs_op = define(
+    "quantize_inputs(Tensor x, Tensor? scale) -> (Tensor q, Tensor dequant_scale)", _quantize, _fake
+)
+round_inputs_op = define(
+    "round_inputs(Tensor x, Tensor? scale) -> Tensor",
+    round_inputs,
     lambda x, scale: torch.empty_like(x, memory_format=torch.contiguous_format),
-    lib=_library,
 )
 # Gradients go through the rounding as if it were not there.
-torch.library.register_autograd("fp8_compile::round_inputs", lambda ctx, grad: (grad, None), lib=_library)
-quantize_inputs_op = torch.ops.fp8_compile.quantize_inputs.default
-round_inputs_op = torch.ops.fp8_compile.round_inputs.default
+torch.library.register_autograd("fp8_compile::round_inputs", lambda ctx, grad: (grad, None), lib=library)

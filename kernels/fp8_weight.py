@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .define_op import define
 from .formats import E4M3
 
 
@@ -41,16 +42,13 @@ def _multiply(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> 
     return product(x, codes, scales, bias)
 
 
-_library = torch.library.Library("fp8_compile", "FRAGMENT")
-_library.define("fp8_dequantize(Tensor codes, Tensor scales, ScalarType dtype) -> Tensor")
-_library.impl("fp8_dequantize", dequantize, "CompositeExplicitAutograd")
-_library.define("fp8_mm(Tensor x, Tensor codes, Tensor scales, Tensor? bias) -> Tensor")
-_library.impl("fp8_mm", _multiply, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "fp8_compile::fp8_dequantize", lambda codes, scales, dtype: codes.new_empty(codes.shape, dtype=dtype), lib=_library
+dequantize_op = define(
+    "fp8_dequantize(Tensor codes, Tensor scales, ScalarType dtype) -> Tensor",
+    dequantize,
+    lambda codes, scales, dtype: codes.new_empty(codes.shape, dtype=dtype),
 )
-torch.library.register_fake(
-    "fp8_compile::fp8_mm", lambda x, codes, scales, bias: x.new_empty((x.shape[0], codes.shape[0])), lib=_library
+mm_op = define(
+    "fp8_mm(Tensor x, Tensor codes, Tensor scales, Tensor? bias) -> Tensor",
+    _multiply,
+    lambda x, codes, scales, bias: x.new_empty((x.shape[0], codes.shape[0])),
 )
-dequantize_op = torch.ops.fp8_compile.fp8_dequantize.default
-mm_op = torch.ops.fp8_compile.fp8_mm.default

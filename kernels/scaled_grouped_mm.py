@@ -53,8 +53,8 @@ def bounds(offsets: Tensor, *, tokens: int) -> Iterator[tuple[int, int]]:
     for end in (ends := offsets.tolist()):
         if not start <= end <= tokens:
             raise ValueError(
-                f"offsets of groups must not fall, and not exceed the number of tokens, {tokens}; got {ends}. Expected "
-                "where each group ends: torch.cumsum of the groups' sizes"
+                "fp8_compile::scaled_grouped_mm: offsets of groups must not fall, and not exceed the number of tokens, "
+                f"{tokens}; got {ends}. Expected where each group ends: torch.cumsum of the groups' sizes"
             )
         yield start, end
         start = end

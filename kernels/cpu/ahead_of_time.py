@@ -17,8 +17,10 @@ from fp8_compile.kernels import experts, fp8_weight
 from fp8_compile.kernels.fp8_inputs import quantize_inputs_op
 from fp8_compile.kernels.nvfp4.ops import mm_op
 
+from .compiler import compiled_objects, get_cpp_compiler, run_compiler, source_texts
 from .isa import Isa, cpu_features
-from .library import FLAGS, SOURCES, compiled_objects, get_cpp_compiler, kept, run_compiler, source_texts, working_isa
+from .kept_files import kept
+from .library import FLAGS, SOURCES, working_isa
 from .scaled_mm import scaled_mm_op
 
 SHIMS = {

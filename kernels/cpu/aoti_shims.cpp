@@ -58,6 +58,7 @@ struct Matrix {
   }
 
   int code() const { return code_of(dtype); }
+  int64_t count() const { return sizes[0] * sizes[1] * sizes[2]; }
   bool is_fp8() const { return dtype == aoti_torch_dtype_float8_e4m3fn() || is_e5m2(); }
   bool is_e5m2() const { return dtype == aoti_torch_dtype_float8_e5m2(); }
   const float* floats() const { return static_cast<const float*>(data); }
@@ -124,6 +125,15 @@ bool read_bias(AtenTensorHandle handle, int64_t n, std::vector<float>& bias) {
   return true;
 }
 
+// Whether there is a scale for all, one for each line, or one for each block of k of a line or of TILE lines; of no k's
+// there are no blocks.
+bool are_scales(const Matrix& scales, int line_dim, int64_t lines, int64_t k) {
+  const int64_t have = scales.sizes[line_dim], deep = scales.sizes[1 - line_dim], blocks = (k + TILE - 1) / TILE;
+  if (scales.code() != 0 || scales.dims != 2) return false;
+  if (deep == 1 && (have == 1 || have == lines)) return true;
+  return deep == blocks && (have == lines || have == (lines + TILE - 1) / TILE);
+}
+
 // How many rows or columns share a scale.
 int64_t lines(int64_t scales, int64_t size) { return scales == 1 || scales == size ? 1 : TILE; }
 
@@ -163,13 +173,16 @@ extern "C" __attribute__((visibility("default"))) AOTITorchError aoti_torch_cpu_
   const Matrix codes(codes_handle), scales(block_scales_handle), global_scale(global_scale_handle);
   if (!x.known || !codes.known || !scales.known || !global_scale.known) return refuse("nvfp4_mm got unreadable tensors");
   const int64_t m = x.sizes[0], k = x.sizes[1], n = codes.sizes[0], padded_k = 2 * codes.sizes[1];
-  if (x.dims != 2 || x.code() < 0 || padded_k < k || padded_k - k >= 16 || std::strcmp(layout, "interleaved") != 0)
+  if (x.dims != 2 || x.code() < 0 || padded_k < k || padded_k - k >= 16 || padded_k % 16 || codes.dims != 2 ||
+      codes.dtype != aoti_torch_dtype_uint8() || scales.dtype != aoti_torch_dtype_float8_e4m3fn() || scales.dims != 2 ||
+      scales.sizes[0] != n || scales.sizes[1] != padded_k / 16 || global_scale.code() != 0 || global_scale.count() != 1 ||
+      std::strcmp(layout, "interleaved") != 0)
     return refuse("nvfp4_mm got operands that its CPU kernel does not take");
   const void* bias = nullptr;
   int bias_dtype = 0;
   if (bias_handle) {
     const Matrix read(*bias_handle);
-    if (!read.known || read.code() < 0 || read.sizes[0] != n || (n > 1 && read.strides[0] != 1))
+    if (!read.known || read.code() < 0 || read.dims != 1 || read.sizes[0] != n || (n > 1 && read.strides[0] != 1))
       return refuse("nvfp4_mm got a bias that its CPU kernel does not take");
     bias = read.data, bias_dtype = read.code();
   }
@@ -191,7 +204,8 @@ extern "C" __attribute__((visibility("default"))) AOTITorchError aoti_torch_cpu_
   const Matrix codes(codes_handle), scales(scales_handle);
   if (!x.known || !codes.known || !scales.known) return refuse("fp8_mm got unreadable tensors");
   const int64_t m = x.sizes[0], k = x.sizes[1], n = codes.sizes[0];
-  if (x.dims != 2 || x.code() < 0 || codes.sizes[1] != k || (k > 1 && codes.strides[1] != 1) ||
+  if (x.dims != 2 || x.code() < 0 || codes.dims != 2 || codes.dtype != aoti_torch_dtype_float8_e4m3fn() ||
+      scales.dims != 1 || scales.sizes[0] != n || codes.sizes[1] != k || (k > 1 && codes.strides[1] != 1) ||
       (n > 1 && (codes.strides[0] != k || scales.strides[0] != 1)) || scales.code() != 0)
     return refuse("fp8_mm got operands that its CPU kernel does not take");
   std::vector<float> bias;
@@ -215,7 +229,9 @@ extern "C" __attribute__((visibility("default"))) AOTITorchError aoti_torch_cpu_
   const Matrix codes(codes_handle), scales(block_scales_handle), global_scale(global_scale_handle);
   const int64_t k = x.sizes[1], experts = codes.sizes[0], n = codes.sizes[1], padded_k = 2 * codes.sizes[2];
   if (!x.known || x.dims != 2 || x.code() < 0 || !is_stack(codes) || !is_stack(scales) || padded_k < k || padded_k - k >= 16 ||
-      !global_scale.known || global_scale.code() != 0 || (experts > 1 && global_scale.strides[0] != 1) ||
+      padded_k % 16 || codes.dtype != aoti_torch_dtype_uint8() || scales.dtype != aoti_torch_dtype_float8_e4m3fn() ||
+      scales.sizes[0] != experts || scales.sizes[1] != n || scales.sizes[2] != padded_k / 16 || !global_scale.known ||
+      global_scale.dims != 1 || global_scale.sizes[0] != experts || global_scale.code() != 0 || (experts > 1 && global_scale.strides[0] != 1) ||
       std::strcmp(layout, "interleaved") != 0)
     return refuse("nvfp4_experts_mm got operands that its CPU kernel does not take");
   const bool grouped = std::strcmp(rows, "grouped") == 0;
@@ -239,8 +255,9 @@ extern "C" __attribute__((visibility("default"))) AOTITorchError aoti_torch_cpu_
   Matrix x(x_handle);
   const Matrix codes(codes_handle), scales(scales_handle);
   const int64_t k = x.sizes[1], experts = codes.sizes[0], n = codes.sizes[1];
-  if (!x.known || x.dims != 2 || x.code() < 0 || !is_stack(codes) || codes.sizes[2] != k || !scales.known ||
-      scales.code() != 0 || (n > 1 && scales.strides[1] != 1) || (experts > 1 && scales.strides[0] != n))
+  if (!x.known || x.dims != 2 || x.code() < 0 || !is_stack(codes) || codes.sizes[2] != k ||
+      codes.dtype != aoti_torch_dtype_float8_e4m3fn() || !scales.known || scales.dims != 2 || scales.sizes[0] != experts ||
+      scales.sizes[1] != n || scales.code() != 0 || (n > 1 && scales.strides[1] != 1) || (experts > 1 && scales.strides[0] != n))
     return refuse("fp8_experts_mm got operands that its CPU kernel does not take");
   const bool grouped = std::strcmp(rows, "grouped") == 0;
   std::vector<int64_t> which;
@@ -262,7 +279,7 @@ extern "C" __attribute__((visibility("default"))) AOTITorchError aoti_torch_cpu_
   const float* known = nullptr;
   if (scale_handle) {
     const Matrix scale(*scale_handle);
-    if (!scale.known || scale.code() != 0) return refuse("quantize_inputs got a scale that is no float32");
+    if (!scale.known || scale.code() != 0 || scale.count() != 1) return refuse("quantize_inputs got a scale that is no float32");
     known = scale.floats();
   }
   const int64_t rows = x.sizes[0], cols = x.sizes[1];
@@ -286,7 +303,8 @@ extern "C" __attribute__((visibility("default"))) AOTITorchError aoti_torch_cpu_
     return refuse("scaled_mm got unreadable tensors");
   const int64_t m = left.sizes[0], k = left.sizes[1], n = right.sizes[1];
   const int dtype = Matrix::code_of(out_dtype);
-  if (!left.is_fp8() || !right.is_fp8() || right.sizes[0] != k || scale_left.code() != 0 || scale_right.code() != 0 || dtype < 0)
+  if (!left.is_fp8() || !right.is_fp8() || right.sizes[0] != k || !are_scales(scale_left, 0, m, k) ||
+      !are_scales(scale_right, 1, n, k) || dtype < 0)
     return refuse("scaled_mm got operands that its CPU kernel does not take");
   std::vector<float> bias;
   if (bias_handle && !read_bias(*bias_handle, n, bias)) return refuse("scaled_mm got a bias that it does not take");

@@ -68,7 +68,7 @@ int gathered(const Rows& rows, int64_t experts, const int64_t* which, const Mult
       continue;
     }
     x.resize(size_t(count * rows.used)), y.resize(size_t(count * rows.y_bytes));
-    for (int64_t i = 0; i < count; ++i) std::memcpy(x.data() + i * rows.used, rows.x + mine[i] * rows.x_bytes, size_t(rows.used));
+    for (int64_t i = 0; i < count && rows.used; ++i) std::memcpy(x.data() + i * rows.used, rows.x + mine[i] * rows.x_bytes, size_t(rows.used));
     multiply(x.data(), count, rows.used, expert, y.data());
     for (int64_t i = 0; i < count; ++i) std::memcpy(rows.y + mine[i] * rows.y_bytes, y.data() + i * rows.y_bytes, size_t(rows.y_bytes));
   }

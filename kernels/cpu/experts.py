@@ -5,8 +5,30 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fp8_compile.kernels.formats import BY_DTYPE
+from fp8_compile.kernels.operands import ANY, FLOATS, FP32, INDICES, check
+
 from .library import library
+from .nvfp4 import check_weight
 from .operation import DTYPES
+
+
+def check_nvfp4(
+    x: Tensor, codes: Tensor, block_scales: Tensor, global_scale: Tensor, which: Tensor, rows: str
+) -> None:
+    op = "nvfp4_experts_mm"
+    check(op, "x", x, FLOATS, (ANY, ANY))
+    check_weight(op, x, codes, block_scales, (ANY, ANY, ANY))
+    check(op, "global_scale", global_scale, FLOATS, codes.shape[:1])
+    check(op, "which", which, INDICES, codes.shape[:1] if rows == "grouped" else x.shape[:1])
+
+
+def check_fp8(x: Tensor, codes: Tensor, scales: Tensor, which: Tensor, rows: str) -> None:
+    op = "fp8_experts_mm"
+    check(op, "x", x, FLOATS, (ANY, ANY))
+    check(op, "codes", codes, BY_DTYPE, (ANY, ANY, x.shape[1]))
+    check(op, "scales", scales, FP32, codes.shape[:2])
+    check(op, "which", which, INDICES, codes.shape[:1] if rows == "grouped" else x.shape[:1])
 
 
 def nvfp4(x: Tensor, codes: Tensor, block_scales: Tensor, global_scale: Tensor, which: Tensor, rows: str) -> Tensor:
@@ -20,7 +42,7 @@ def nvfp4(x: Tensor, codes: Tensor, block_scales: Tensor, global_scale: Tensor, 
         *(global_scale.data_ptr(), experts, n, 2 * half, which.data_ptr(), rows == "grouped", y.data_ptr()),
         torch.get_num_threads(),
     )
-    return _checked(failed, y, experts, which, rows)
+    return _checked("nvfp4_experts_mm", failed, y, experts, which, rows)
 
 
 def fp8(x: Tensor, codes: Tensor, scales: Tensor, which: Tensor, rows: str) -> Tensor:
@@ -32,7 +54,7 @@ def fp8(x: Tensor, codes: Tensor, scales: Tensor, which: Tensor, rows: str) -> T
         *(x.data_ptr(), *x.shape, x.stride(0), DTYPES[x.dtype], codes.data_ptr(), scales.data_ptr()),
         *(experts, n, which.data_ptr(), rows == "grouped", y.data_ptr(), torch.get_num_threads()),
     )
-    return _checked(failed, y, experts, which, rows)
+    return _checked("fp8_experts_mm", failed, y, experts, which, rows)
 
 
 def works_for(x: Tensor) -> bool:
@@ -46,12 +68,15 @@ def _operands(x: Tensor, n: int) -> tuple[Tensor, Tensor]:
     return x, x.new_empty((x.shape[0], n))
 
 
-def _checked(failed: int, y: Tensor, experts: int, which: Tensor, rows: str) -> Tensor:
+def _checked(op: str, failed: int, y: Tensor, experts: int, which: Tensor, rows: str) -> Tensor:
     if failed:
         expected = (
             f"ends of {experts} groups, none before the one in front of it or behind row {y.shape[0]}"
             if rows == "grouped"
             else f"experts from 0 to {experts - 1}"
         )
-        raise IndexError(f"an index says which expert multiplies a row: expected {expected}, got {which.tolist()}")
+        raise IndexError(
+            f"fp8_compile::{op}: which: an index says which expert multiplies a row: expected {expected}, got "
+            f"{which.tolist()}"
+        )
     return y

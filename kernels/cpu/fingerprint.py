@@ -12,6 +12,7 @@ from typing import Sequence
 from torch import Tensor
 
 from fp8_compile.kernels.fingerprint import fingerprint
+from fp8_compile.kernels.operands import check
 
 from .library import library
 from .operation import DTYPES
@@ -40,6 +41,8 @@ class Fingerprints:
 
 def _arguments(tensors: Sequence[Tensor]) -> tuple[ctypes.Array, ...]:
     count = len(tensors)
+    for tensor in tensors:
+        check("fingerprints", "a tensor", tensor, DTYPES, contiguous=True)
     return (
         (ctypes.c_void_p * count)(*(tensor.data_ptr() for tensor in tensors)),
         (ctypes.c_int64 * count)(*(tensor.numel() for tensor in tensors)),

@@ -92,9 +92,8 @@ void quantize(const void* from, int64_t rows, int64_t cols, int axis, const floa
   }
 #pragma omp parallel for num_threads(threads)
   for (int64_t i = 0; i < rows; ++i) {
-    const float s = scale[axis == ROW ? i : 0];
     if (axis == ROW)
-      encode<In, To>(x + i * cols, cols, s, codes + i * cols);
+      encode<In, To>(x + i * cols, cols, scale[i], codes + i * cols);
     else
       encode<In, To, false>(x + i * cols, cols, [scale](int64_t j) { return scale[j]; }, codes + i * cols);
   }

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fp8_compile.kernels import fp8_inputs as reference
 from fp8_compile.kernels.formats import E4M3
+from fp8_compile.kernels.operands import ANY, FLOATS, FP32, ONE, check
 
 from .library import library
 from .operation import DTYPES
@@ -15,6 +16,9 @@ from .quantize import LEAST_PARALLEL
 
 def quantize_inputs(x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
     """x [M, K] fp32, bf16 or fp16 -> codes e4m3 [M, K], dequant_scale fp32 [1, 1] or [M, 1]; one read of a row."""
+    check("quantize_inputs", "x", x, FLOATS, (ANY, ANY))
+    if scale is not None:
+        check("quantize_inputs", "scale", scale, FP32, *ONE)
     kernels = library()
     if kernels is None or x.dtype not in DTYPES:
         return reference.quantize_inputs(x, scale)

@@ -33,7 +33,7 @@ struct Rows {
     }
   }
   void read(int64_t row, int64_t k, int64_t count, uint16_t* to) const {  // of bf16
-    std::memcpy(to, static_cast<const uint16_t*>(data) + row * stride + k, count * 2);
+    if (count) std::memcpy(to, static_cast<const uint16_t*>(data) + row * stride + k, count * 2);
   }
 };
 

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from fp8_compile.kernels import fp8_weight
-from fp8_compile.kernels.formats import E4M3
+from fp8_compile.kernels.formats import BY_DTYPE, E4M3
+from fp8_compile.kernels.operands import ANY, FLOATS, FP32, check
 
 from .library import library
 from .operation import DTYPES
@@ -16,6 +17,11 @@ LEAST_PARALLEL = 1 << 17  # multiplications; not tuned
 
 def product(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
     """x [M, K] fp32, bf16 or fp16, codes e4m3 [N, K], scales fp32 [N] -> [M, N] in x's dtype."""
+    check("fp8_mm", "x", x, FLOATS, (ANY, ANY))
+    check("fp8_mm", "codes", codes, BY_DTYPE, (ANY, x.shape[1]))
+    check("fp8_mm", "scales", scales, FP32, codes.shape[:1])
+    if bias is not None:
+        check("fp8_mm", "bias", bias, FLOATS, codes.shape[:1])
     kernels = library()
     if kernels is None or x.dtype not in DTYPES or codes.dtype != E4M3.dtype:
         return fp8_weight.product(x, codes, scales, bias)
@@ -31,4 +37,3 @@ def product(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Te
         torch.get_num_threads() if m * n * k >= LEAST_PARALLEL else 1,
     )
     return y
-

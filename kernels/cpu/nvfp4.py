@@ -15,6 +15,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fp8_compile.kernels.operands import ANY, FLOATS, ONE, check
+
 from .library import library
 from .operation import DTYPES
 
@@ -39,9 +41,8 @@ def matmul(
     ``activations=None``: products are exact and summed in FP32 (bf16 below 2**-126 may count as zero);
     ``"int8"``: x goes through ``quantize_activations`` first, and the sums of a block are exact.
     """
-    m, k = x.shape
-    n, half = codes.shape
-    _check_operands(x, codes, block_scales, bias, activations)
+    _check_operands(x, codes, block_scales, global_scale, bias, activations)
+    (m, k), (n, half) = x.shape, codes.shape
     kernels = library()
     if kernels is None:
         return reference(x, codes, block_scales, global_scale, bias, activations).to(x.dtype)
@@ -139,25 +140,36 @@ def _groups(x: Tensor) -> list[tuple[slice, int, int]]:
 
 
 def _check_operands(
-    x: Tensor, codes: Tensor, block_scales: Tensor, bias: Tensor | None, activations: str | None
+    x: Tensor,
+    codes: Tensor,
+    block_scales: Tensor,
+    global_scale: Tensor | float,
+    bias: Tensor | None,
+    activations: str | None,
 ) -> None:
-    if x.dtype not in DTYPES:
-        raise TypeError(f"NVFP4 products take x in float32, bfloat16 or float16, got {x.dtype}")
+    check("nvfp4_mm", "x", x, DTYPES, (ANY, ANY))
+    check_weight("nvfp4_mm", x, codes, block_scales, (ANY, ANY))
+    if isinstance(global_scale, Tensor):
+        check("nvfp4_mm", "global_scale", global_scale, FLOATS, *ONE)
+    if bias is not None:
+        check("nvfp4_mm", "bias", bias, DTYPES, codes.shape[:1], contiguous=True)
     if activations not in ARITHMETICS:
-        raise ValueError(f"activations={activations!r} is unknown; expected None (exact) or 'int8'")
-    if not 0 <= 2 * codes.shape[1] - x.shape[1] < BLOCK:
         raise ValueError(
-            f"x [M, K] times an NVFP4 weight of codes [N, K/2]: expected one K, in the weight padded to a multiple of "
-            f"{BLOCK}, got x {tuple(x.shape)} and codes {tuple(codes.shape)}"
+            "fp8_compile::nvfp4_mm: activations: expected None (exact) or 'int8' for weights that are interleaved, got "
+            f"activations={activations!r}"
         )
-    if not (codes.is_contiguous() and block_scales.is_contiguous() and block_scales.numel() * 8 == codes.numel()):
-        _check_weight(codes, block_scales)
-        raise ValueError("an NVFP4 weight is contiguous in the order of interleave(), got strides: call .contiguous()")
-    if bias is not None and (bias.shape != codes.shape[:1] or bias.dtype not in DTYPES or not bias.is_contiguous()):
+
+
+def check_weight(op: str, x: Tensor, codes: Tensor, block_scales: Tensor, dims: tuple[int, ...]) -> None:
+    """Raise an error unless x [M, K] can be multiplied by the interleaved weight, or by a stack of them."""
+    check(op, "codes", codes, (torch.uint8,), dims, contiguous=True)
+    shape = codes.shape
+    if shape[-1] % 8 or not 0 <= 2 * shape[-1] - x.shape[1] < BLOCK:
         raise ValueError(
-            f"expected a contiguous bias of shape ({codes.shape[0]},) in float32, bfloat16 or float16, "
-            f"got a bias of shape {tuple(bias.shape)} in {bias.dtype}"
+            f"fp8_compile::{op}: codes: x [M, K] times an NVFP4 weight of codes [..., K/2]: expected one K, in the "
+            f"weight padded to a multiple of {BLOCK}, got x {tuple(x.shape)} and codes {tuple(shape)}"
         )
+    check(op, "block_scales", block_scales, (torch.float8_e4m3fn,), (*shape[:-1], shape[-1] // 8), contiguous=True)
 
 
 def _check_weight(codes: Tensor, block_scales: Tensor) -> None:

@@ -41,6 +41,7 @@ class Search {
       for (at = 0; changes[at] != least;) at++;
       const int direction = gradient[at] > 0 ? -1 : 1;
       by = direction > 0 ? up[at] : down[at];
+      if (std::isinf(by)) break;  // beyond the ends of E2M1: a Hessian with a negative diagonal makes that look cheap
       levels[at] = int8_t(levels[at] + direction);
       reach(at);
       until[at] = int32_t(step + 1 + p.tenure + 7 * step % p.tenure);

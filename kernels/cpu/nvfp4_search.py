@@ -12,8 +12,12 @@ import pathlib
 import torch
 from torch import Tensor
 
+from fp8_compile.kernels.operands import ANY, FP32, check, check_at_least, check_value
+
+from .compiler import compiled_objects, get_cpp_compiler, run_compiler, source_texts
 from .isa import Isa
-from .library import FLAGS, compiled_objects, get_cpp_compiler, kept, run_compiler, source_texts, working_isa
+from .kept_files import kept
+from .library import FLAGS, working_isa
 
 SOURCES = {"nvfp4_paths.cpp": ("-ffp-contract=fast",), "nvfp4_codes.cpp": ("-ffp-contract=fast",)}
 
@@ -52,6 +56,13 @@ def scale_paths(
     candidates: tuple[int, int],
 ) -> Tensor:
     """weights: FP32 [N, K], kept_zero: bool [N, K/B], factor: FP32 [K, K] -> FP32 [N, K/B]; B is 16 or 32."""
+    check("scale_paths", "weights", weights, FP32, (ANY, ANY))
+    check_value("scale_paths", "size", size, (16, 32))
+    rows, columns = weights.shape
+    check("scale_paths", "kept_zero", kept_zero, (torch.bool,), (rows, columns // size))
+    check("scale_paths", "factor", factor, FP32, (columns, columns))
+    check_at_least("scale_paths", "paths", paths, 1)
+    check_at_least("scale_paths", "candidates", min(candidates), 0)
     weights, kept_zero, factor = weights.contiguous(), kept_zero.contiguous(), factor.contiguous()
     found = weights.new_empty(kept_zero.shape)
     kernels.nvfp4_scale_paths(
@@ -66,9 +77,15 @@ def code_search(
 ) -> Tensor:
     """levels: int8 [N, K], scales: FP32 [N, K/B], 0 where a block stays as it is; gradient: FP32 [N, K], hessian: FP32
     [K, K] -> levels."""
+    check("code_search", "levels", levels, (torch.int8,), (ANY, ANY))
+    rows, columns = levels.shape
+    check("code_search", "scales", scales, FP32, (rows, ANY))
+    check_at_least("code_search", "scales.shape[1]", scales.shape[1], 1)
+    check("code_search", "gradient", gradient, FP32, (rows, columns))
+    check("code_search", "hessian", hessian, FP32, (columns, columns))
+    check_at_least("code_search", "tenure", tenure, 1)
     levels, gradient = (one.clone(memory_format=torch.contiguous_format) for one in (levels, gradient))
     scales, hessian = scales.contiguous(), hessian.contiguous()
-    rows, columns = levels.shape
     kernels.nvfp4_code_search(
         *(levels.data_ptr(), scales.data_ptr(), gradient.data_ptr(), hessian.data_ptr(), rows, columns),
         *(columns // scales.shape[1], steps, tenure, torch.get_num_threads()),

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from fp8_compile.kernels import delayed_scaling as delayed_reference
 from fp8_compile.kernels import quantize as reference
-from fp8_compile.kernels.formats import BY_DTYPE, E5M2, format_of
-from fp8_compile.kernels.quantize import AMAX_FLOOR, WHOLE, is_tiled
+from fp8_compile.kernels.formats import BY_DTYPE, E4M3, E5M2, format_of
+from fp8_compile.kernels.operands import ANY, FP32, ONE, check, check_value
+from fp8_compile.kernels.quantize import AMAX_FLOOR, WHOLE
 
 from . import loop_split
 from .library import library
@@ -25,7 +26,26 @@ from .operation import DTYPES, define
 loop_split.install()
 
 LEAST_PARALLEL = 1 << 17  # elements; one thread quantizes as many in some 0.2 ms
-_AXES = {(True, True): 0, (False, True): 1, (True, False): 2}  # by (block[0] == WHOLE, block[1] == WHOLE)
+_AXES = {(WHOLE, WHOLE): 0, (1, WHOLE): 1, (WHOLE, 1): 2}  # by block; fp8_cast.cpp: Axis
+_FORMATS = (E4M3.dtype, E5M2.dtype)
+
+
+def _check_scales(x: Tensor, dtype: torch.dtype, block: list[int], op: str = "scales") -> None:
+    check(op, "x", x, DTYPES, (ANY, ANY))
+    check_value(op, "dtype", dtype, _FORMATS)
+    check_value(op, "block", tuple(block), _AXES)
+
+
+def _check_cast(x: Tensor, quant_scale: Tensor, dtype: torch.dtype, block: list[int]) -> None:
+    _check_scales(x, dtype, block, "cast")
+    rows, cols = (1 if extent == WHOLE else size for size, extent in zip(x.shape, block))
+    check("cast", "quant_scale", quant_scale, FP32, (rows, cols))
+
+
+def _check_delayed(x: Tensor, quant_scale: Tensor, dtype: torch.dtype, wanted: bool) -> None:
+    check("quantize_delayed", "x", x, DTYPES)
+    check("quantize_delayed", "quant_scale", quant_scale, FP32, *ONE)
+    check_value("quantize_delayed", "dtype", dtype, _FORMATS)
 
 
 def _new_scales(x: Tensor, dtype: torch.dtype, block: list[int]) -> tuple[Tensor, Tensor]:
@@ -97,8 +117,7 @@ def _quantize_delayed(
 
 
 def _axis(block: list[int]) -> int:
-    assert not is_tiled(block), block
-    return _AXES[block[0] == WHOLE, block[1] == WHOLE]
+    return _AXES[block[0], block[1]]
 
 
 def _threads(x: Tensor) -> int:
@@ -108,16 +127,21 @@ def _threads(x: Tensor) -> int:
 
 scales_op = define(
     "scales(Tensor x, ScalarType dtype, int[2] block) -> (Tensor quant_scale, Tensor dequant_scale)",
+    _check_scales,
     _new_scales,
     _scales,
 )
 cast_op = define(
-    "cast(Tensor x, Tensor quant_scale, ScalarType dtype, int[2] block) -> Tensor", _new_codes, _cast
+    "cast(Tensor x, Tensor quant_scale, ScalarType dtype, int[2] block) -> Tensor",
+    _check_cast,
+    _new_codes,
+    _cast,
 )
 # quant_scale: [1, 1], 0 where there is none yet; wanted: whether codes are, or the amax alone.
 quantize_delayed_op = define(
     "quantize_delayed(Tensor x, Tensor quant_scale, ScalarType dtype, bool wanted) -> "
     "(Tensor codes, Tensor used_scale, Tensor dequant_scale, Tensor amax)",
+    _check_delayed,
     _new_delayed,
     _quantize_delayed,
 )

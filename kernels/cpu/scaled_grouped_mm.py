@@ -13,12 +13,32 @@ import torch
 from torch import Tensor
 
 from fp8_compile.kernels import scaled_grouped_mm as reference
+from fp8_compile.kernels.operands import ANY, FP32, INDICES, check, check_value
 
 from .library import library
 from .operation import DTYPES, define
 from .scaled_mm import FORMATS
 
 ROWS, CONTRACTION = 0, 1  # scaled_mm.cpp: what the groups divide
+
+
+def _check(
+    left: Tensor, right: Tensor, offsets: Tensor, scale_left: Tensor, scale_right: Tensor, out_dtype: torch.dtype
+) -> None:
+    op = "scaled_grouped_mm"
+    check(op, "left", left, FORMATS, (ANY, ANY))
+    m, k = left.shape
+    check(op, "right", right, FORMATS, (ANY, k, ANY), (k, ANY))
+    n = right.shape[-1]
+    check(op, "scale_left", scale_left, FP32, (1, 1), (m, 1))
+    if right.dim() == 3:
+        groups = right.shape[0]
+        check(op, "offsets", offsets, INDICES, (groups,))
+        check(op, "scale_right", scale_right, FP32, (1, 1), (groups, 1, n), (groups, 1, 1))
+    else:
+        check(op, "offsets", offsets, INDICES, (ANY,))
+        check(op, "scale_right", scale_right, FP32, (1, 1), (1, n))
+    check_value(op, "out_dtype", out_dtype, DTYPES)
 
 
 def _new(
@@ -62,6 +82,7 @@ def _stride(tensor: Tensor, dim: int) -> int:
 scaled_grouped_mm_op = define(
     "scaled_grouped_mm(Tensor left, Tensor right, Tensor offsets, Tensor scale_left, Tensor scale_right,"
     " ScalarType out_dtype) -> Tensor",
+    _check,
     _new,
     _scaled_grouped_mm,
 )

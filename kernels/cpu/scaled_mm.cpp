@@ -77,6 +77,10 @@ void fp8_scaled_mm(int64_t m, int64_t n, int64_t k,
                    const void* right, int64_t right_stride, int64_t right_k_stride, int right_e5m2,
                    const float* right_scales, int64_t right_scale_stride, int64_t right_scale_k_stride, int64_t right_lines,
                    const float* bias, void* out, int dtype, int64_t out_stride, int accumulate, int threads) {
+  // Of no k's there are no blocks and no scales of them: the sum is empty, whatever would scale it.
+  static const float one = 1.0f;
+  if (!left_scales) left_scales = &one, left_scale_stride = left_scale_k_stride = 0;
+  if (!right_scales) right_scales = &one, right_scale_stride = right_scale_k_stride = 0;
   const Operand a{left, left_stride, left_k_stride, left_e5m2, {left_scales, left_scale_stride, left_scale_k_stride, left_lines}};
   const Operand b{right, right_stride, right_k_stride, right_e5m2, {right_scales, right_scale_stride, right_scale_k_stride, right_lines}};
   const bool tiled = a.scales.k_stride || b.scales.k_stride;

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fp8_compile.kernels import scaled_mm as reference
 from fp8_compile.kernels.formats import E4M3, E5M2
+from fp8_compile.kernels.operands import ANY, FLOATS, FP32, check, check_value
 from fp8_compile.kernels.scaled_mm import TILE
 
 from .library import library
@@ -20,6 +21,26 @@ from .operation import DTYPES, define
 
 LEAST_PARALLEL = 1 << 20  # multiplications; one thread does as many in some 10 us
 FORMATS = {E4M3.dtype: 0, E5M2.dtype: 1}
+
+
+def _check(
+    left: Tensor,
+    right: Tensor,
+    scale_left: Tensor,
+    scale_right: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    op: str = "scaled_mm",
+) -> None:
+    check(op, "left", left, FORMATS, (ANY, ANY))
+    m, k = left.shape
+    check(op, "right", right, FORMATS, (k, ANY))
+    n, blocks = right.shape[1], -(-k // TILE)
+    check(op, "scale_left", scale_left, FP32, (1, 1), (m, 1), (m, blocks), (-(-m // TILE), blocks))
+    check(op, "scale_right", scale_right, FP32, (1, 1), (1, n), (blocks, n), (blocks, -(-n // TILE)))
+    if bias is not None:
+        check(op, "bias", bias, FLOATS, (n,))
+    check_value(op, "out_dtype", out_dtype, DTYPES)
 
 
 def _new(
@@ -47,6 +68,8 @@ def scaled_mm_add_(
     out: Tensor, left: Tensor, right: Tensor, scale_left: Tensor, scale_right: Tensor, bias: Tensor | None = None
 ) -> Tensor:
     """``out += scaled_mm(...)``; the rows of ``out`` [M, N] are contiguous."""
+    _check(left, right, scale_left, scale_right, bias, out.dtype, "scaled_mm_add_")
+    check("scaled_mm_add_", "out", out, DTYPES, (left.shape[0], right.shape[1]))
     if out.shape[1] > 1 and out.stride(1) != 1:
         raise ValueError(f"scaled_mm_add_ expects rows that are contiguous, got strides {out.stride()}")
     if library() is None:
@@ -91,6 +114,7 @@ def _lines(scales: int, size: int) -> int:
 scaled_mm_op = define(
     "scaled_mm(Tensor left, Tensor right, Tensor scale_left, Tensor scale_right, Tensor? bias, ScalarType out_dtype)"
     " -> Tensor",
+    _check,
     _new,
     _scaled_mm,
 )

@@ -25,15 +25,18 @@ int ceil_log2(float x) {
 }
 
 float power_of_two(int exponent) {
-  const int32_t bits = (exponent + 127) << 23;
+  const uint32_t bits = static_cast<uint32_t>(exponent + 127) << 23;
   float x;
   std::memcpy(&x, &bits, sizeof x);
   return x;
 }
 
+// Where in the ring the amax with that number is. A damaged state may count below 0: that is a place in the ring, too.
+int64_t place(int64_t number, int64_t length) { return (number % length + length) % length; }
+
 float summary(const float* history, int64_t length, int32_t entered, int algorithm, std::vector<float>& falling) {
   if (algorithm == MAX) return *std::max_element(history, history + length);
-  if (algorithm == MOST_RECENT) return history[(entered + length - 1) % length];
+  if (algorithm == MOST_RECENT) return history[place(int64_t(entered) - 1, length)];
   falling.assign(history, history + length);
   std::sort(falling.begin(), falling.end(), std::greater<float>());
   const int64_t known = std::clamp<int64_t>(entered, 1, length);
@@ -58,7 +61,7 @@ extern "C" void fp8_update_scales(int64_t slots, int64_t length, float* amaxes, 
       count(HOLD, i) = std::max(count(HOLD, i) - 1, 0);
     }
     if (amax >= 0 && amax < INF) {
-      history[i * length + count(ENTERED, i) % length] = amax;
+      history[i * length + place(count(ENTERED, i), length)] = amax;
       count(ENTERED, i) += 1;
       const float reached = amax * scales[i];
       const bool known = scales[i] > 0 && !count(LOOK, i), saturated = known && reached > saturated_above;

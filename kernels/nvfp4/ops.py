@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fp8_compile.kernels.define_op import define, library
+from fp8_compile.kernels.operands import check_value
 
 from . import rtn
 from .weight import NEAREST_RANGE, dequantize, global_scale_of
@@ -114,6 +115,7 @@ def _mm(
     activations: str | None,
     layout: str = STANDARD,
 ) -> Tensor:
+    check_value("nvfp4_mm", "layout", layout, LAYOUTS)
     if x.device.type == "cpu" and layout == INTERLEAVED and x.dtype != torch.float64:
         from fp8_compile.kernels.cpu import nvfp4
 

@@ -30,5 +30,5 @@ def share_kernels(cache: pathlib.Path) -> None:
     """Put this process's kernels into another cache folder: who uses it is spared their compilation."""
     loaded = library.library()
     assert loaded is not None
-    (cache / "fp8_compile").mkdir(parents=True, exist_ok=True)
-    shutil.copy(loaded._name, cache / "fp8_compile")
+    (folder := cache / "fp8_compile" / "kernels").mkdir(mode=0o700, parents=True, exist_ok=True)
+    shutil.copy(loaded._name, folder)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 from fp8_compile.kernels.cpu import library
+from fp8_compile.kernels.cpu.compiler import FOLDER
 
 NESTED = """
 #include <cstdio>
@@ -70,7 +71,7 @@ print("all", used() - start)
 def test_a_nested_product_and_another_thread_get_memory_of_their_own(tmp_path: pathlib.Path) -> None:
     (tmp_path / "nested.cpp").write_text(NESTED)
     program, compiler = tmp_path / "nested", library.get_cpp_compiler()
-    flags = ["-std=c++17", "-pthread", "-I", str(library.FOLDER)]
+    flags = ["-std=c++17", "-pthread", "-I", str(FOLDER)]
     library.run_compiler([[compiler, *flags, str(tmp_path / "nested.cpp"), "-o", str(program)]])
     printed = subprocess.run([program], capture_output=True, text=True, check=True).stdout.splitlines()
     assert printed == ["kept 1 nested 0 threads 0 aligned 0", "the larger one is kept 1"]

@@ -1,0 +1,246 @@
+"""Every operation that gives pointers to C++ refuses what does not fit, by name, and never crashes.
+
+A table: for each operation a call that works, and from it calls that are wrong in one argument each. The calls of an
+operation are made in a process of their own, so that a crash is the failure of its test and not the end of all.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from typing import Any, Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8_compile.kernels import delayed_scaling, experts, fp8_inputs, fp8_weight  # noqa: F401  define operations
+from fp8_compile.kernels.cpu import nvfp4, quantize, scaled_grouped_mm, scaled_mm, update_scales  # noqa: F401
+from fp8_compile.kernels.cpu.library import library
+from fp8_compile.kernels.nvfp4 import ops  # noqa: F401
+
+M, K, N, E = 5, 160, 24, 3
+E4M3, E5M2, FP32, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float32, torch.bfloat16
+
+
+def fp8(*shape: int) -> Tensor:
+    return torch.ones(shape).to(E4M3)
+
+
+def nibbles(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.uint8)
+
+
+# Name -> a call that works: its arguments by name.
+CALLS: dict[str, Callable[[], dict[str, Any]]] = {
+    "scales": lambda: {"x": torch.ones(M, K), "dtype": E4M3, "block": [1, -1]},
+    "cast": lambda: {"x": torch.ones(M, K), "quant_scale": torch.ones(M, 1), "dtype": E4M3, "block": [1, -1]},
+    "quantize_delayed": lambda: {
+        "x": torch.ones(M, K), "quant_scale": torch.ones(1, 1), "dtype": E5M2, "wanted": True,
+    },
+    "scaled_mm": lambda: {
+        "left": fp8(M, K), "right": fp8(K, N), "scale_left": torch.ones(M, 2), "scale_right": torch.ones(2, N),
+        "bias": torch.ones(N), "out_dtype": BF16,
+    },
+    "scaled_grouped_mm": lambda: {
+        "left": fp8(M, K), "right": fp8(E, K, N), "offsets": torch.tensor([1, 3, 4]), "scale_left": torch.ones(M, 1),
+        "scale_right": torch.ones(E, 1, N), "out_dtype": FP32,
+    },
+    "quantize_inputs": lambda: {"x": torch.ones(M, K), "scale": torch.ones(())},
+    "fp8_mm": lambda: {"x": torch.ones(M, K), "codes": fp8(N, K), "scales": torch.ones(N), "bias": torch.ones(N)},
+    "nvfp4_mm": lambda: {
+        "x": torch.ones(M, K), "codes": nibbles(N, K // 2), "block_scales": fp8(N, K // 16),
+        "global_scale": torch.ones(()), "bias": torch.ones(N), "activations": None, "layout": "interleaved",
+    },
+    "nvfp4_experts_mm": lambda: {
+        "x": torch.ones(M, K), "codes": nibbles(E, N, K // 2), "block_scales": fp8(E, N, K // 16),
+        "global_scale": torch.ones(E), "which": torch.tensor([0, 2, 1, 0, 2]), "rows": "gathered",
+        "layout": "interleaved",
+    },
+    "fp8_experts_mm": lambda: {
+        "x": torch.ones(M, K), "codes": fp8(E, N, K), "scales": torch.ones(E, N), "which": torch.tensor([1, 2, 5]),
+        "rows": "grouped",
+    },
+    "update_scales_": lambda: {
+        "amaxes": torch.ones(7), "history": torch.ones(7, 4), "scales": torch.ones(2, 7),
+        "counts": torch.zeros(10, 7, dtype=torch.int32), "known": torch.ones(2, 7), "largest": 448.0,
+        "algorithm": "max", "interval": 1,
+    },
+}  # fmt: skip
+# What else is wrong in an operation: argument, what is wrong, its value.
+MORE: dict[str, list[tuple[str, str, Any]]] = {
+    "scales": [
+        ("dtype", "no FP8", FP32),
+        *(("block", str(block), block) for block in ([0, -1], [-2, -1], [1, 128], [0, 0], [7, -1])),
+    ],
+    "cast": [
+        *(("block", str(block), block) for block in ([0, 0], [-1, -2], [128, 128])),
+        ("quant_scale", "of columns", torch.ones(1, K)),
+        ("dtype", "another chip's", torch.float8_e4m3fnuz),
+    ],
+    "quantize_delayed": [("dtype", "no FP8", BF16)],
+    "scaled_mm": [
+        ("scale_left", "of other tiles", torch.ones(M, 3)),
+        ("scale_left", "of none", torch.ones(M, 0)),
+        ("scale_right", "transposed", torch.ones(N, 2)),
+        ("scale_right", "of fewer columns", torch.ones(2, N - 1)),
+        ("out_dtype", "no float", torch.int8),
+    ],
+    "scaled_grouped_mm": [
+        *(("offsets", str(ends), torch.tensor(ends)) for ends in ([1, 3, 6], [3, 1, 4], [-1, 2, 3], [1, 3, 2**40])),
+        ("scale_right", "of too few groups", torch.ones(E - 1, 1, N)),
+        ("out_dtype", "no float", torch.int8),
+    ],
+    "nvfp4_mm": [
+        ("codes", "not interleaved: strides", nibbles(K // 2, N).t()),
+        ("codes", "half a block", nibbles(N, K // 2 + 4)),
+        ("block_scales", "strides", fp8(K // 16, N).t()),
+        ("bias", "strides", torch.ones(2 * N)[::2]),
+        ("layout", "unknown", "upside down"),
+        ("activations", "unknown", "int4"),
+    ],
+    "nvfp4_experts_mm": [
+        *(("which", str(w), torch.tensor(w)) for w in ([0, 1, 2, 3, 0], [0, 0, 0, 0, -4], [2**40, 0, 0, 0, 0])),
+        ("rows", "unknown", "sorted"),
+        ("layout", "unknown", "upside down"),
+    ],
+    "fp8_experts_mm": [
+        *(("which", str(w), torch.tensor(w)) for w in ([1, 2, 6], [3, 1, 5], [-1, 2, 3], [2**40, 2**41, 2**42])),
+        ("rows", "unknown", "sorted"),
+    ],
+    "update_scales_": [
+        ("history", "of fewer slots", torch.ones(6, 4)),
+        ("history", "empty rings", torch.ones(7, 0)),
+        ("history", "strides", torch.ones(4, 7).t()),
+        ("amaxes", "strides", torch.ones(14)[::2]),
+        ("scales", "strides", torch.ones(7, 2).t()),
+        ("counts", "strides", torch.zeros(7, 10, dtype=torch.int32).t()),
+        ("counts", "an older version's", torch.zeros(7, 7, dtype=torch.int32)),
+        ("known", "strides", torch.ones(7, 2).t()),
+        ("interval", "0", 0),
+        ("interval", "-1", -1),
+        ("algorithm", "unknown", "least"),
+        ("largest", "of no format", 100.0),
+    ],
+}
+# What is not wrong, though it is different.
+ALLOWED = {
+    ("scales", "x", "device"),  # the only tensor
+    *((op, "x", what) for op in ("scales", "quantize_inputs", "cast") for what in ("shorter", "longer", "nothing")),
+    *(("update_scales_", "history", what) for what in ("shorter", "longer")),
+    *((op, "x", "shorter") for op in ("nvfp4_mm", "nvfp4_experts_mm")),  # K of the weight is a multiple of 16
+    *(("quantize_delayed", "x", f"{what} dimensions") for what in ("more", "fewer")),
+    *(("quantize_delayed", "x", what) for what in ("shorter", "longer", "nothing")),
+    ("quantize_delayed", "quant_scale", "fewer dimensions"),
+    ("scaled_mm", "scale_left", "shorter"),  # one scale per row
+}
+
+
+def wrong_tensors(right: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Tensors that are wrong in one way each."""
+    yield "dtype", torch.zeros(right.shape, dtype=torch.bool)
+    yield "complex", torch.zeros(right.shape, dtype=torch.complex64)
+    yield "device", right.to("meta")
+    yield "more dimensions", torch.zeros((2, 2, *right.shape), dtype=right.dtype)
+    if right.dim():
+        yield "fewer dimensions", torch.zeros((2,) if right.numel() > 1 and right.dim() > 1 else (), dtype=right.dtype)
+    if right.numel() > 1:
+        yield "shorter", right[..., :-1].contiguous()
+        yield "longer", torch.zeros((*right.shape[:-1], right.shape[-1] + 33), dtype=right.dtype)
+        yield "nothing", right[..., :0].contiguous()
+
+
+def wrong_calls(op: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """(argument, what is wrong with it, all arguments)"""
+    for name, value in CALLS[op]().items():
+        if isinstance(value, Tensor):
+            for what, wrong in wrong_tensors(value):
+                if (op, name, what) not in ALLOWED:
+                    yield name, what, {**CALLS[op](), name: wrong}
+    for name, what, wrong in MORE.get(op, []):
+        yield name, what, {**CALLS[op](), name: wrong}
+
+
+def problem_of(op: str, name: str, given: dict[str, Any]) -> str | None:
+    """What is wrong with how the operation refuses this; None if nothing is."""
+    try:
+        getattr(torch.ops.fp8_compile, op)(*given.values())
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        message = str(error)
+        for part in (f"fp8_compile::{op}:", "xpected", "got"):
+            if part not in message:
+                return f"does not say {part!r}: {message}"
+        # The size of one tensor is held against another's, which may be the one that is named.
+        return None if any(re.search(rf"\b{other}\b", message) for other in given) else f"names no argument: {message}"
+    except BaseException as error:
+        return f"is a {type(error).__name__}: {error}"
+    return "is not refused"
+
+
+def in_a_process(run: Callable[[], list[str]]) -> list[str]:
+    """What it returns; a crash is one more line. Forked: importing torch takes seconds."""
+    reading, writing = os.pipe()
+    if child := os.fork():
+        os.close(writing)
+        with os.fdopen(reading) as pipe:
+            lines = pipe.read().splitlines()
+        status = os.waitpid(child, 0)[1]
+        crashed = [f"it died of {signal.Signals(os.WTERMSIG(status)).name}"] if os.WIFSIGNALED(status) else []
+        return [*lines, *crashed]
+    try:
+        signal.alarm(60)
+        torch.set_num_threads(1)  # the parent's threads are not here
+        with os.fdopen(writing, "w", buffering=1) as pipe:
+            for line in run():
+                pipe.write(line.replace("\n", " ") + "\n")
+    finally:
+        os._exit(0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels() -> None:
+    if library() is None:
+        pytest.skip("there is no C++ without a compiler")
+
+
+@pytest.mark.parametrize("op", CALLS)
+def test_an_operation_takes_what_is_right_and_refuses_what_is_wrong_by_name(op: str) -> None:
+    def run() -> Iterator[str]:
+        getattr(torch.ops.fp8_compile, op)(*CALLS[op]().values())
+        for name, what, given in wrong_calls(op):
+            yield f"{name}, {what}: not answered"  # the last line, if it crashes
+            yield f"{name}, {what}: {problem_of(op, name, given) or 'ok'}"
+        yield "end"
+
+    lines = in_a_process(run)  # type: ignore[arg-type]
+    answers = [line for line in lines if not line.endswith((": not answered", ": ok"))]
+    assert answers == ["end"], "\n".join([*answers, *lines[-2:]])
+
+
+def test_every_operation_that_runs_c_is_in_the_table() -> None:
+    """Those that have a kernel for the CPU alone, or whose function looks for one of ours."""
+    names = {name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("fp8_compile::")}
+    for_cpu = {name for name in names if torch._C._dispatch_has_kernel_for_dispatch_key(f"fp8_compile::{name}", "CPU")}
+    products = {name for name in names if name.endswith("_mm") and not name.startswith("cublaslt")}
+    assert for_cpu | products | {"quantize_inputs"} <= set(CALLS)
+
+
+def test_block_scales_of_any_k_give_the_products_and_of_none_zeros() -> None:
+    def one(m: int, k: int, bias: float | None) -> bool:
+        n, blocks = 9, -(-k // 128)
+        left, right = torch.randn(m, k).to(E4M3), torch.randn(k, n).to(E5M2)
+        scales = torch.rand(m, blocks), torch.rand(blocks, n)
+        added = None if bias is None else torch.full((n,), bias)
+        found = torch.ops.fp8_compile.scaled_mm(left, right, *scales, added, FP32)
+        wide_left = left.double() * scales[0].repeat_interleave(128, 1)[:, :k].double()
+        wide_right = right.double() * scales[1].repeat_interleave(128, 0)[:k].double()
+        exact = wide_left @ wide_right + (bias or 0.0)
+        # FP32 sums of 129 products at the most, each below 2 * 5**2.
+        return torch.allclose(found.double(), exact, rtol=1e-5, atol=1e-4)
+
+    def run() -> list[str]:
+        cases = [(m, k, bias) for m in (0, 1, 5, 130) for k in (0, 1, 128, 129) for bias in (None, 2.0)]
+        return [f"M, K, bias {case}" for case in cases if not one(*case)]
+
+    assert in_a_process(run) == []
