@@ -38,8 +38,9 @@ def output_heads(root: nn.Module, gm: fx.GraphModule, tensors: Mapping[fx.Node, 
 
 
 def own_name(module: str) -> str:
-    """The last component that is a name: ``head`` of ``head.0``."""
-    return next((part for part in reversed(module.split(".")) if not part.isdigit()), "")
+    """The last component that is a name: ``head`` of ``head.0``, and of what ``torch.compile`` wrapped there."""
+    parts = reversed(module.split("."))
+    return next((part for part in parts if not part.isdigit() and part != "_orig_mod"), "")
 
 
 def _embeddings(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
