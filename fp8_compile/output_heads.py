@@ -53,8 +53,8 @@ def _embeddings(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _vocabulary(layer: nn.Module, embeddings: Mapping[str, nn.Module]) -> str | None:
     """The token embedding that has a row for each output of a layer.
 
-    A table of positions is not one: its name says so, or it has no more rows than columns. Nor is a square layer a head,
-    whatever tables happen to have as many rows.
+    A table of positions is not one: its name says so, or it has no more rows than columns. Nor is a square layer a
+    head, whatever tables happen to have as many rows.
     """
     inputs, outputs = _features(layer)
     for name, table in embeddings.items():
