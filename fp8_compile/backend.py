@@ -106,8 +106,8 @@ def compile_graph(
     open_fast_paths(gm)
     device = _device(example_inputs)
     target = config.target or Target.of_device(device)
-    names = ModuleNames.of_graph(gm)
-    selection = Selection(config.include, config.exclude)
+    names = ModuleNames.of_graph(gm, config.include)
+    selection = Selection(config.include, config.exclude, names.heads)
     selection.check(names.known)
     state = state_of_compilation(gm) if config.recipe == "delayed" else None
     trains = torch.is_grad_enabled() and any(_has_gradient(item) for item in (*example_inputs, *gm.parameters()))

@@ -13,19 +13,19 @@ import fnmatch
 import re
 import sys
 import zlib
-from typing import Any, Iterable, Iterator, Sequence
+from typing import Any, Iterable, Iterator, Mapping, Sequence
 
 from torch import fx, nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.parallel import DistributedDataParallel
 
-# Output heads lose most by 8 bits and gain least: one layer in many. By the last component that is a name.
-OUTPUT_HEADS = ("lm_head", "embed_out", "output_head", "head")
+from .output_heads import NAMED, OUTPUT_HEADS, output_heads, own_name
 
 
 @dataclasses.dataclass(frozen=True)
 class InputName:
-    """One placeholder of the Dynamo graph: a parameter or buffer with its dotted names, or something else."""
+    """One placeholder of the Dynamo graph: a parameter or buffer with its dotted names, an argument of a compiled
+    function with its own, or something else."""
 
     names: tuple[str, ...] = ()  # several where it is tied
     kind: str = "input"  # "parameter", "buffer" or "input"
@@ -35,15 +35,26 @@ class ModuleNames:
     """Names of the modules and inputs of one graph."""
 
     def __init__(
-        self, modules: dict[int, str], inputs: Sequence[InputName], known: Iterable[str], frame: str = ""
+        self,
+        modules: dict[int, str],
+        inputs: Sequence[InputName],
+        known: Iterable[str],
+        frame: str = "",
+        *,
+        include: Sequence[str] = (),
+        heads: Mapping[str, str] | None = None,
+        shapes: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         self._modules, self._inputs, self._frame = modules, list(inputs), frame
+        self._include, self._shapes = include, shapes or {}
+        self.heads = heads or {}  # dotted name of an output head's weight -> the reason against it
         self.known = sorted(set(known))  # every dotted name a pattern may match
 
     @classmethod
-    def of_graph(cls, gm: fx.GraphModule) -> ModuleNames:
-        """Names for a graph that Dynamo hands over, while it is compiling."""
+    def of_graph(cls, gm: fx.GraphModule, include: Sequence[str] = ()) -> ModuleNames:
+        """Names for a graph that Dynamo hands over, while it is compiling; ``include`` may name weights."""
         modules: dict[int, str] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
         tensors: dict[int, InputName] = {}
         known: list[str] = []
         for prefix, root in _roots():
@@ -55,9 +66,13 @@ class ModuleNames:
                     before = tensors.get(id(tensor), InputName())
                     tensors[id(tensor)] = InputName((*before.names, _join(prefix, name)), kind)
                     known.append(_join(prefix, name))
-        inputs = [_input_name(node, tensors) for node in gm.graph.find_nodes(op="placeholder")]
+                    if kind == "parameter":
+                        shapes[_join(prefix, name)] = tuple(tensor.shape)
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        inputs = [_input_name(node, tensors) for node in placeholders]
         frame = modules.get(id(frame_module()[1]), "")
-        names = cls(modules, inputs, known, frame)
+        heads = _heads(gm, {node: real_input(node) for node in placeholders}, tensors)
+        names = cls(modules, inputs, known, frame, include=include, heads=heads, shapes=shapes)
         in_graph = (names.module_of(node) for node in gm.graph.nodes)
         names.known = sorted({*names.known, *in_graph, *(name for item in inputs for name in item.names)} - {""})
         return names
@@ -78,6 +93,15 @@ class ModuleNames:
         found = self._input(placeholder)
         return found.names if found.kind == "parameter" else ()
 
+    def weights_of(self, placeholder: fx.Node) -> tuple[str, ...]:
+        """The same of what is a weight: a parameter, or a buffer or an argument of a function that ``include`` names.
+        A pattern that ends in a wildcard names modules, not each buffer in them."""
+        found = self._input(placeholder)
+        if found.kind == "parameter":
+            return found.names
+        patterns = (pattern for pattern in self._include if not set("*?[") & set(pattern.rpartition(".")[2]))
+        return found.names if any(fnmatch.filter(found.names, pattern) for pattern in patterns) else ()
+
     def buffers_of(self, placeholder: fx.Node) -> tuple[str, ...]:
         """The same of a buffer."""
         found = self._input(placeholder)
@@ -88,10 +112,12 @@ class ModuleNames:
 
     def fingerprint(self, gm: fx.GraphModule) -> str:
         """Names of all nodes and inputs: two models with equal graphs and other names get other code."""
-        return repr(([self.module_of(node) for node in gm.graph.nodes], self._inputs))
+        return repr(([self.module_of(node) for node in gm.graph.nodes], self._inputs, sorted(self.heads.items())))
 
     def _input(self, placeholder: fx.Node) -> InputName:
         desc = placeholder.meta.get("desc")
+        if desc is None:
+            return self._input_of_subgraph(placeholder)
         while (inner := getattr(desc, "base", None) or getattr(desc, "base_of", None)) is not None:
             desc = inner
         if (target := getattr(desc, "target", None)) is not None:
@@ -101,6 +127,16 @@ class ModuleNames:
             return InputName()
         return self._inputs[index]
 
+    def _input_of_subgraph(self, placeholder: fx.Node) -> InputName:
+        """A branch of ``torch.cond`` gets parameters as inputs without a word of what they are: one that has the shape
+        of a matrix of the module that reads it is that matrix."""
+        shape = tuple(getattr(placeholder.meta.get("val"), "shape", ()))
+        modules = {self.module_of(user) for user in placeholder.users}
+        for name, known in self._shapes.items():
+            if len(known) > 1 and known == shape and name.rpartition(".")[0] in modules:
+                return InputName((name,), "parameter")
+        return InputName()
+
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
@@ -108,6 +144,7 @@ class Selection:
 
     include: tuple[str, ...]
     exclude: tuple[str, ...]
+    heads: Mapping[str, str] = dataclasses.field(default_factory=dict)  # weight -> why it is that of an output head
 
     def check(self, known: Sequence[str]) -> None:
         """Every pattern must match something: a typo would otherwise rewrite what was meant to be spared."""
@@ -128,9 +165,10 @@ class Selection:
         asked_for = [pattern for pattern in self.include if pattern == "*" or fnmatch.filter(names, pattern)]
         if not asked_for:
             return "not in include"
-        if _own_name(module) in OUTPUT_HEADS and asked_for == ["*"]:
-            return "excluded: output head (name it in include to rewrite it)"
-        return None
+        why = next((self.heads[name] for name in weights if name in self.heads), None)
+        if why is None and own_name(module) in OUTPUT_HEADS:
+            why = NAMED
+        return f"{why} (name it in include to rewrite it)" if why and asked_for == ["*"] else None
 
 
 def normalise(path: str) -> str:
@@ -224,6 +262,30 @@ def _roots() -> list[tuple[str, nn.Module]]:
     return [("", tops[0][1])] if len(tops) == 1 else tops
 
 
+def _heads(
+    gm: fx.GraphModule, values: Mapping[fx.Node, Any], tensors: Mapping[int, InputName]
+) -> dict[str, str]:
+    """Names of the weights of output heads, and why they are. A part of a model that is compiled by itself, a head for
+    instance, is judged as what it is in the model, if one of the functions that called it has that at hand."""
+    reasons: dict[int, str] = {}
+    for _, module in _roots():
+        reasons |= output_heads(_whole_model(module), gm, values)
+    return {name: why for key, why in reasons.items() if key in tensors for name in tensors[key].names}
+
+
+def _whole_model(part: nn.Module) -> nn.Module:
+    """The largest module that has ``part`` in it, among the variables of the functions that are running."""
+    frame, largest, most = sys._getframe(), part, 0
+    while frame is not None:
+        for item in list(frame.f_locals.values()):
+            if isinstance(item, nn.Module) and not isinstance(item, fx.GraphModule):
+                inner = {id(plain_module(module)) for module in plain_module(item).modules()}
+                if id(part) in inner and len(inner) > most:
+                    largest, most = plain_module(item), len(inner)
+        frame = frame.f_back  # type: ignore[assignment]
+    return largest
+
+
 def _scope(tx: Any) -> Iterator[tuple[str, Any]]:
     yield from tx.f_locals.items()
     for name in tx.f_code.co_names:
@@ -269,6 +331,8 @@ def _input_name(node: fx.Node, tensors: dict[int, InputName]) -> InputName:
         return tensors[id(real)]
     if isinstance(real, nn.Parameter):
         return InputName((normalise(source.name),), "parameter")
+    if compiled_root() is None and (argument := re.match(r"L\['(\w+)'\]$", source.name)):
+        return InputName((argument[1],))
     return InputName()
 
 
@@ -280,11 +344,6 @@ def frame_module() -> tuple[str, nn.Module | None]:
         if isinstance(tx.f_locals.get(variable), nn.Module):
             return variable, tx.f_locals[variable]
     return "", None
-
-
-def _own_name(module: str) -> str:
-    """The last component that is a name: ``head`` of ``head.0``."""
-    return next((part for part in reversed(module.split(".")) if not part.isdigit()), "")
 
 
 def _join(prefix: str, name: str) -> str:

@@ -23,14 +23,18 @@ from torch._inductor.virtualized import V
 def relayout(
     q: torch.Tensor, transposed: bool, row_multiple: int, col_multiple: int, separate: bool = False
 ) -> torch.Tensor:
-    """The formula above in plain PyTorch."""
-    moved = q.view(torch.uint8)
-    if transposed:
-        moved = moved.transpose(-2, -1)
+    """The formula above in plain PyTorch.
+
+    Rows that stay rows are filled up as FP8, without a view of their bytes. Where a symbolic size turns out to need no
+    filling, Inductor drops the padding: two views of a dtype would then meet, and ``remove_redundant_views`` would give
+    q the marks of the copy, so that q itself was taken for a copy (torch 2.13).
+    """
+    moved = q.view(torch.uint8).transpose(-2, -1) if transposed else q
     if row_multiple > 1 or col_multiple > 1:
         rows, cols = moved.shape[-2:]
         moved = torch.nn.functional.pad(moved, (0, -cols % col_multiple, 0, -rows % row_multiple))
-    return moved.clone(memory_format=torch.contiguous_format).view(q.dtype)
+    copy = moved.clone(memory_format=torch.contiguous_format)
+    return copy.view(q.dtype) if transposed else copy
 
 
 def _fake(

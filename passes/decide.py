@@ -19,6 +19,7 @@ MOST_PADDING = 1.25
 # One product a slice is one kernel launch a slice; past this a stack of small gemms loses to one bmm.
 MOST_SLICES = 64
 TILE = 128
+ACTIVATIONS = "activation by activation stays in high precision"
 
 Block = tuple[int, int]  # rows x contraction, as seen by the gemm; see kernels/quantize.py
 BLOCKS: dict[str, dict[Role, Block]] = {
@@ -92,21 +93,25 @@ def _name_reason(site: Matmul, rules: Rules) -> str | None:
 
 
 def _operand_reason(site: Matmul, rules: Rules) -> str | None:
-    """Eligible: a product with a parameter, or a 2-D product with a tensor that came in from outside."""
+    """Eligible: a product of something that flows with a weight. A tensor that comes in from outside may be anything,
+    scores after a graph break for instance."""
     forward = site.forward or site
     if site.gemm != "output" and site.forward is None:
         operands = [operand for operand in (site.left, site.right) if operand.role is not Role.GRAD_OUTPUT]
     else:
         operands = [forward.left, forward.right]
-    if any(operand.origin.is_weight for operand in operands):
+    is_weight = any(operand.origin.is_weight for operand in operands)
+    if site.makes_weight and (is_weight or site.gemm != "output"):
+        return "makes a weight: what is computed from parameters alone stays in high precision"
+    if is_weight:
         return None
     if any(operand.gathered for operand in operands):
         return "gathered weights: as many products as tokens"
     if any(operand.origin in (Origin.BUFFER, Origin.CONSTANT) for operand in operands):
         return "product with a buffer or a constant, not with a parameter"
     if not forward.batched and any(operand.root.op == "placeholder" for operand in operands):
-        return None
-    return "activation by activation stays in high precision"
+        return f"{ACTIVATIONS} (a weight is a parameter, or a buffer or argument that include names)"
+    return ACTIVATIONS
 
 
 def _dtype_reason(site: Matmul, rules: Rules) -> str | None:

@@ -18,7 +18,7 @@ from typing import Callable, Protocol, Sequence
 
 import torch
 from torch import fx
-from torch._functorch._aot_autograd.descriptors import TangentAOTInput
+from torch._functorch._aot_autograd.descriptors import BackwardTokenAOTInput, ForwardTokenAOTInput, TangentAOTInput
 
 from .emit import GEMM, value
 from .grouped_products import GroupedProduct, grouped_product, is_both_gradients, op_name
@@ -31,7 +31,7 @@ class Origin(enum.IntFlag):
     """What a value is computed from."""
 
     CONSTANT = 0
-    PARAMETER = 1
+    PARAMETER = 1  # or whatever else is known to be a weight
     BUFFER = 2
     INPUT = 4
     GRADIENT = 8
@@ -39,7 +39,12 @@ class Origin(enum.IntFlag):
     @property
     def is_weight(self) -> bool:
         """Computed from parameters, perhaps with buffers (a mask, a norm), and from nothing that flows."""
-        return bool(self & Origin.PARAMETER) and not self & (Origin.INPUT | Origin.GRADIENT)
+        return bool(self & Origin.PARAMETER) and not self.flows
+
+    @property
+    def flows(self) -> bool:
+        """Another value in each call, whatever the weights are."""
+        return bool(self & (Origin.INPUT | Origin.GRADIENT))
 
 
 class Role(enum.StrEnum):
@@ -54,6 +59,8 @@ class Names(Protocol):
     def module_of(self, node: fx.Node) -> str: ...
 
     def parameters_of(self, placeholder: fx.Node) -> tuple[str, ...]: ...
+
+    def weights_of(self, placeholder: fx.Node) -> tuple[str, ...]: ...
 
     def is_buffer(self, placeholder: fx.Node) -> bool: ...
 
@@ -84,6 +91,7 @@ class Matmul:
     beta: float = 1.0
     weights: tuple[str, ...] = ()  # dotted names of the parameters that the weight is made of, tied names too
     forward: Matmul | None = None  # of a backward matmul: the matmul it belongs to
+    makes_weight: bool = False  # computed from parameters alone; of a backward matmul, what it is the gradient of
     number: int = 0  # how many matmuls its module did before, in forward; of a backward matmul, its forward's
     line: str = ""  # of code that wrote it, with its callers; of a backward matmul, its forward's
     ordinal: int = 0  # how many matmuls with its parameter came before on that line; of a backward matmul, likewise
@@ -172,6 +180,7 @@ LOOK_THROUGH = {
 def find_matmuls(graph: fx.Graph, names: Names) -> list[Matmul | OtherMatmul]:
     """All matmuls in graph order, forward before backward."""
     values = _trace_origins(graph, names)
+    of_weights = _sequence_numbers_of_weights(values)
     found: list[Matmul | OtherMatmul] = []
     forward_by_seq: dict[int, list[Matmul]] = {}
     done: collections.Counter[tuple[str, ...]] = collections.Counter()
@@ -182,6 +191,7 @@ def find_matmuls(graph: fx.Graph, names: Names) -> list[Matmul | OtherMatmul]:
         grouped = grouped_product(node)
         if node.target in MATMUL_OPS or grouped is not None:
             site = _with_ordinals(_matmul(node, module, grouped, values, forward_by_seq), done)
+            site = dataclasses.replace(site, makes_weight=_makes_weight(site, of_weights))
             if not is_backward(node) and "seq_nr" in node.meta:
                 forward_by_seq.setdefault(node.meta["seq_nr"], []).append(site)
             found.append(site)
@@ -211,7 +221,7 @@ def _trace_origins(graph: fx.Graph, names: Names) -> dict[fx.Node, _Value]:
     values: dict[fx.Node, _Value] = {}
     for node in graph.nodes:
         if node.op == "placeholder":
-            values[node] = _Value(_placeholder_origin(node, names), names.parameters_of(node))
+            values[node] = _Value(_placeholder_origin(node, names), names.weights_of(node))
         elif node.op != "output":
             inputs = [values[arg] for arg in node.all_input_nodes]
             origin = functools.reduce(operator.or_, (item.origin for item in inputs), Origin.CONSTANT)
@@ -223,8 +233,10 @@ def _trace_origins(graph: fx.Graph, names: Names) -> dict[fx.Node, _Value]:
 def _placeholder_origin(node: fx.Node, names: Names) -> Origin:
     if isinstance(node.meta.get("desc"), TangentAOTInput) or node.name.startswith("tangents"):
         return Origin.GRADIENT
-    if names.parameters_of(node):
+    if names.weights_of(node):
         return Origin.PARAMETER
+    if isinstance(node.meta.get("desc"), (ForwardTokenAOTInput, BackwardTokenAOTInput)):
+        return Origin.CONSTANT  # what puts operations that raise errors in order, such as torch.linalg's checks
     if not isinstance(node.meta.get("val"), torch.Tensor):
         return Origin.CONSTANT  # a symbolic size says nothing about where data comes from
     return Origin.BUFFER if names.is_buffer(node) else Origin.INPUT
@@ -261,6 +273,25 @@ def _matmul(
         weights=weights or (forward.weights if forward else ()),
         forward=forward,
     )
+
+
+def _makes_weight(site: Matmul, of_weights: set[int]) -> bool:
+    """Whether a matmul computes a weight, or is part of the gradient of that: a parametrization, ``W + B @ A``."""
+    if not is_backward(site.node):
+        return not site.left.origin.flows and not site.right.origin.flows
+    if site.forward is not None:
+        return site.forward.makes_weight
+    return site.node.meta.get("seq_nr") in of_weights
+
+
+def _sequence_numbers_of_weights(values: dict[fx.Node, _Value]) -> set[int]:
+    """Those of operations in forward that read nothing but weights. A matmul in backward that has no forward one, as in
+    the gradient of ``matrix_exp``, has the number of the operation whose gradient it is part of."""
+    weights, flowing = set(), set()
+    for node, one in values.items():
+        if not is_backward(node) and "seq_nr" in node.meta:
+            (flowing if one.origin.flows else weights).add(node.meta["seq_nr"])
+    return weights - flowing
 
 
 def _owner(node: fx.Node, weights: tuple[str, ...]) -> str:

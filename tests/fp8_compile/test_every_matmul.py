@@ -209,7 +209,8 @@ def test_tied_weights_get_the_gradient_of_both_uses() -> None:
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
             return self.out(self.mid(self.embed(ids)))
 
-    result = train(Tied(), torch.randint(0, 64, (2, 12)))
+    config = Config(include=("*", "out"))  # a head, unless it is asked for
+    result = train(Tied(), torch.randint(0, 64, (2, 12)), config)
     assert min(result.snr.values()) > LEAST_DB, result.snr
     assert decisions(result.report) == rewritten("mid", "out")
 

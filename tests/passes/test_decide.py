@@ -122,11 +122,19 @@ def test_activation_by_activation_is_skipped(batch: int | None) -> None:
     assert reason(product(activation, activation, came_in=False, batch=batch), CPU) == expected
 
 
-def test_a_plain_product_of_tensors_that_came_in_is_rewritten_and_a_batched_one_is_not() -> None:
-    rewrite(product(Origin.INPUT, Origin.INPUT, came_in=True), CPU)
+def test_a_product_of_tensors_that_came_in_is_skipped_and_a_plain_one_says_what_a_weight_is() -> None:
     expected = "activation by activation stays in high precision"
-    for batch in (1, 2):
-        assert reason(product(Origin.INPUT, Origin.INPUT, came_in=True, batch=batch), CPU) == expected
+    remedy = " (a weight is a parameter, or a buffer or argument that include names)"
+    for batch, text in ((None, expected + remedy), (1, expected), (2, expected)):
+        assert reason(product(Origin.INPUT, Origin.INPUT, came_in=True, batch=batch), CPU) == text
+
+
+@pytest.mark.parametrize("other", [Origin.PARAMETER, Origin.BUFFER, Origin.CONSTANT])
+def test_a_product_that_makes_a_weight_is_skipped_with_its_gradients(other: Origin) -> None:
+    made = dataclasses.replace(product(other, Origin.PARAMETER, came_in=True), makes_weight=True)
+    gradient = dataclasses.replace(linear(32, 32, 32, "grad_weight"), forward=made, makes_weight=True)
+    for site in (made, gradient):
+        assert reason(site, CPU) == "makes a weight: what is computed from parameters alone stays in high precision"
 
 
 def test_weights_gathered_by_data_are_skipped() -> None:

@@ -29,6 +29,9 @@ class Names:
     def buffers_of(self, placeholder: fx.Node) -> tuple[str, ...]:
         return ("mlp.experts.down_proj_packed.codes",)
 
+    def weights_of(self, placeholder: fx.Node) -> tuple[str, ...]:
+        return ()
+
     def is_buffer(self, placeholder: fx.Node) -> bool:
         return True
 

@@ -30,6 +30,9 @@ class Names:
     def parameters_of(self, placeholder: fx.Node) -> tuple[str, ...]:
         return ()
 
+    def weights_of(self, placeholder: fx.Node) -> tuple[str, ...]:
+        return ()
+
     def is_buffer(self, placeholder: fx.Node) -> bool:
         return True
 

@@ -48,6 +48,9 @@ class NoNames:
     def parameters_of(self, placeholder: fx.Node) -> tuple[str, ...]:
         return ()
 
+    def weights_of(self, placeholder: fx.Node) -> tuple[str, ...]:
+        return ()
+
     def is_buffer(self, placeholder: fx.Node) -> bool:
         return False
 

@@ -82,15 +82,19 @@ class Split:
 
 
 def joint_graph(
-    model: nn.Module | Callable[..., Any], *args: Any, dynamic: bool = False, allow_several: bool = False
+    model: nn.Module | Callable[..., Any],
+    *args: Any,
+    dynamic: bool = False,
+    allow_several: bool = False,
+    include: Sequence[str] = (),
 ) -> JointGraph:
     """The joint graph of ``model(*args)``, cleaned up by Inductor, before any pass of ours. Where there are several
-    (graph breaks, subgraphs), the last."""
+    (graph breaks, subgraphs), the last. ``include`` names buffers and arguments that are weights."""
     found: list[JointGraph] = []
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         open_fast_paths(gm)
-        names = ModuleNames.of_graph(gm)
+        names = ModuleNames.of_graph(gm, include)
 
         def record(graph: fx.Graph) -> None:
             found.append(JointGraph(copy_graph(graph), names))
