@@ -106,6 +106,7 @@ class LookFirst:
         """Whether histories are missing. A tensor that was zero in all its first passes is not waited for."""
         missing = self.state.without_history(self.places)
         if self.looks_at[0] != self.state.epoch:
+            self.state.look(self.looks_at[1], False)  # a step that was undone brought back that they were looked at
             # Not at slots that another graph, which has finished looking, has filled: its code may not be able to look.
             self.looks_at = self.state.epoch, {slot: self.places[slot] for slot in missing}
         waits = any(passes < FIRST_PASSES for passes in missing.values())
