@@ -92,13 +92,13 @@ class Pair:
 
 @pytest.mark.parametrize("both", [False, True])
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("loss_scale", [None, 64.0])
-def test_actor_and_critic_with_a_common_trunk_train_as_in_fp32(way: str, both: bool, loss_scale: float | None) -> None:
+def test_actor_and_critic_with_a_common_trunk_train_as_in_fp32(way: str, both: bool) -> None:
+    loss_scale = 64.0 if both else None
     full, fp8 = Pair(way, both=both, fp8=False), Pair(way, both=both, attach=({"loss_scale": loss_scale},) * 2)
-    losses = [[[pair.step(which) for which in (0, 1)] for _ in range(30)] for pair in (full, fp8)]
+    losses = [[[pair.step(which) for which in (0, 1)] for _ in range(20)] for pair in (full, fp8)]
     assert sum(losses[0][-1]) < 0.9 * sum(losses[0][0]), "it learns"
     assert losses[1][-1] == pytest.approx(losses[0][-1], rel=0.03)
-    assert [(train.steps, train.skipped_steps) for train in fp8.trains] == [(30, 0)] * 2
+    assert [(train.steps, train.skipped_steps) for train in fp8.trains] == [(20, 0)] * 2
     if loss_scale is not None:
         assert fp8.scale_in_graphs(0) == fp8.scale_in_graphs(1) == {64.0}
 
@@ -107,11 +107,11 @@ def test_actor_and_critic_with_a_common_trunk_train_as_in_fp32(way: str, both: b
 def test_a_step_of_one_optimizer_is_seen_by_both_models(way: str) -> None:
     pair = Pair(way)
     pair.step(0), pair.step(1)
-    before, got = pair.in_fp32(0), pair.run[0](pair.x)
-    pair.optimizers[1].param_groups[0]["lr"] = 30.0
+    before = pair.in_fp32(0)
+    pair.optimizers[1].param_groups[0]["lr"] = 10.0
     pair.step(1)
     error, change = (pair.run[0](pair.x) - pair.in_fp32(0)).norm(), (pair.in_fp32(0) - before).norm()
-    assert error < 2 * (got - before).norm() < 0.5 * change, "the noise of FP8, not old weights"
+    assert error < 0.25 * change, "the noise of FP8, not old weights"
 
 
 def test_what_is_compiled_once_has_one_state_and_one_cache() -> None:
