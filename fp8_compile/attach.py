@@ -42,7 +42,7 @@ class Training:
         self._step: Step | None = None
         self._noted = False  # whether anything of the model runs in FP8
         self._hidden: list[tuple[Tensor, Tensor]] = []  # parameters and their gradients, while a step is skipped
-        self._hooks = StepHooks(optimizer, self._prepare, self._finish, self._fail)
+        self._hooks = StepHooks(optimizer, self._prepare, self._finish, self._fail, self._again)
         _trainings[optimizer] = weakref.ref(self)
 
     def part(self, kind: type[Part]) -> Any:
@@ -107,6 +107,14 @@ class Training:
             part.before_step(step)
         if step.skipped:
             self._hide_gradients()
+
+    def _again(self) -> None:
+        """An optimizer such as LBFGS evaluates its closure once more: the gradients to come are judged by themselves."""
+        step, self._step = self._step, None
+        if step is not None:
+            self._show_gradients()
+            for part in self.parts:
+                part.next_evaluation(step)
 
     def _finish(self) -> None:
         step, self._step = self._step, None

@@ -87,6 +87,14 @@ class LossScaling(Part):
         found = (~torch.isfinite(worst)).any().to(torch.float32)
         step.found_inf = found if step.found_inf is None else torch.maximum(step.found_inf.to(device), found)
 
+    def next_evaluation(self, step: Step) -> None:
+        if not self.on:
+            return
+        if step.not_finite:
+            self.histories.restore()
+        self._clear()
+        self.histories.keep()
+
     def after_step(self, step: Step) -> None:
         if not self.on:
             return
