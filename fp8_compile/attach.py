@@ -109,7 +109,7 @@ class Training:
             self._hide_gradients()
 
     def _again(self) -> None:
-        """An optimizer such as LBFGS evaluates its closure once more: the gradients to come are judged by themselves."""
+        """An optimizer such as LBFGS evaluates its closure again: the gradients to come are judged by themselves."""
         step, self._step = self._step, None
         if step is not None:
             self._show_gradients()

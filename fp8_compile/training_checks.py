@@ -72,7 +72,7 @@ def check_owner(module: nn.Module, optimizer: Optimizer) -> None:
 
 
 def check_once(module: nn.Module, optimizer: Optimizer, attached: nn.Module | None) -> None:
-    """An optimizer is attached to one model: ``attached``, None if it is not yet. A model may have several optimizers."""
+    """An optimizer is attached to one model: ``attached``, None if to none yet. A model may have several optimizers."""
     model, step = type(module).__name__, type(optimizer).__name__
     if attached is module:
         raise ValueError(

@@ -101,4 +101,6 @@ def test_each_evaluation_is_judged_by_its_own_gradients(factors: tuple[float, fl
     bad = factors[1] != 1.0
     assert (train.steps, train.skipped_steps) == (2 - bad, int(bad))
     assert torch.equal(model[0].weight, before) == bad
-    assert model[0].weight.grad.isfinite().all() != bad, "the gradients of the last evaluation are there to be looked at"
+    assert model[0].weight.grad.isfinite().all() != bad, (
+        "the gradients of the last evaluation are there to be looked at"
+    )

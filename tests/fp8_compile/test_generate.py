@@ -54,7 +54,9 @@ class Transformer(nn.Module):
         self.register_buffer("mask", torch.ones(LENGTH, LENGTH).tril().bool(), persistent=False)
 
     def forward(self, tokens: Tensor, position: Tensor | None = None) -> Tensor:
-        mask = self.mask[None, None, position] if position is not None else self.mask[: tokens.shape[1], : tokens.shape[1]]
+        mask = (
+            self.mask[None, None, position] if position is not None else self.mask[: tokens.shape[1], : tokens.shape[1]]
+        )
         x = self.embed(tokens)
         for layer in self.layers:
             x = layer(x, mask, position)
@@ -115,7 +117,9 @@ def check_repeats(backend: Any) -> None:
     torch.manual_seed(0)
     model = Transformer()
     generate = Generator(model, backend)
-    prompts = [torch.randint(0, VOCABULARY, (length,), generator=torch.Generator().manual_seed(length)) for length in (5, 9)]
+    prompts = [
+        torch.randint(0, VOCABULARY, (length,), generator=torch.Generator().manual_seed(length)) for length in (5, 9)
+    ]
     first = {(i, t): generate(prompts[i], temperature=t) for i in (0, 1) for t in (0.0, 0.8)}
     assert first[0, 0.0][0] != first[1, 0.0][0] and first[0, 0.0][0] != first[0, 0.8][0]
     assert len(set(first[0, 0.8][0])) > 3, "it says something"

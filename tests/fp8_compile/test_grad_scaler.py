@@ -60,7 +60,9 @@ def decibels_by_scale(recipe: str, half: bool, growth: float) -> tuple[list[tupl
 def test_a_scale_that_grows_or_backs_off_saturates_no_gradient(half: bool, growth: float) -> None:
     found, state = decibels_by_scale("delayed", half, growth)
     right, _ = decibels_by_scale("tensorwise", half, growth)
-    print(" ".join(f"2^{math.log2(scale):.0f}: {one:.1f}/{other:.1f}" for (scale, one), (_, other) in zip(found, right)))
+    print(
+        " ".join(f"2^{math.log2(scale):.0f}: {one:.1f}/{other:.1f}" for (scale, one), (_, other) in zip(found, right))
+    )
     scales = [scale for scale, _ in found]
     assert max(scales) >= scales[0] * growth**3 and any(later < earlier for earlier, later in zip(scales, scales[1:]))
     assert all(one > other - 1.0 for (_, one), (_, other) in zip(found, right))

@@ -119,7 +119,9 @@ def test_what_is_compiled_once_has_one_state_and_one_cache() -> None:
     pair.step(0), pair.step(1)
     state = scaling_state(pair.trunk)
     slots = [str(slot) for slot, _ in state.trained()]
-    assert sorted(slots) == sorted({f"{layer}#0.{role}" for layer in ("first", "second") for role in ("input", "weight", "grad_output")})
+    assert sorted(slots) == sorted(
+        {f"{layer}#0.{role}" for layer in ("first", "second") for role in ("input", "weight", "grad_output")}
+    )
     cache = state.weights
     assert cache is not None and len(cache.copies()) == 2
     saved = [train.state_dict()["scaling"]["states"]["trunk"] for train in pair.trains]
@@ -161,7 +163,11 @@ def test_a_skipped_step_of_one_does_not_undo_that_of_the_other(way: str, both: b
 
 def states(model: nn.Module) -> dict[str, Tensor]:
     found = fp8_compile.scaling_state.__globals__["states_within"](model)
-    return {f"{type(model).__name__}{module}{key}": row for module, s in found.items() for key, row in s.state_dict().items()}
+    return {
+        f"{type(model).__name__}{module}{key}": row
+        for module, s in found.items()
+        for key, row in s.state_dict().items()
+    }
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -171,7 +177,9 @@ def test_detaching_one_leaves_the_other_with_its_scale_its_copies_and_its_skips(
     pair.step(0), pair.step(1)
     pair.trains[gone].detach()
     left = 1 - gone
-    assert pair.scale_in_graphs(left) == {8.0} and pair.trains[left].loss_scale == 8 and pair.trains[gone].loss_scale == 1
+    assert (
+        pair.scale_in_graphs(left) == {8.0} and pair.trains[left].loss_scale == 8 and pair.trains[gone].loss_scale == 1
+    )
     assert scaling_state(pair.trunk if way == "trunk" else pair.models[left]).weights is not None
     pair.step(left, factor=float("nan"))
     pair.step(left)
@@ -208,7 +216,9 @@ def test_16_bit_parameters_have_masters_in_one_optimizer_only() -> None:
     pair.trunk.to(torch.bfloat16)
     runs = [torch.compile(model, backend=UncompiledBackend()) for model in pair.models]
     fp8_compile.attach(runs[0], pair.optimizers[0], master_weights=True)
-    with pytest.raises(ValueError, match="4 parameters of this SGD have FP32 masters by another.*one of the optimizers"):
+    with pytest.raises(
+        ValueError, match="4 parameters of this SGD have FP32 masters by another.*one of the optimizers"
+    ):
         fp8_compile.attach(runs[1], pair.optimizers[1], master_weights=True)
     fp8_compile.attach(runs[1], pair.optimizers[1])
 
