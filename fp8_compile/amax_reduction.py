@@ -49,8 +49,8 @@ class AmaxReduction(Part):
         self._layout: _Layout | None = None
         for state in states_within(model).values():
             state.settle()
-        handle(model).held = True
-        recompile(model, "with amaxes of all ranks")
+        recompile(model, "with amaxes of all ranks", unless=lambda state: state.held)
+        handle(model, self).held = True
 
     def inspect(self, step: Step) -> None:
         """One message for both: ranks that looked at their gradients and ranks that had none must not send different
@@ -87,8 +87,8 @@ class AmaxReduction(Part):
             state.update()
 
     def detach(self) -> None:
-        handle(self.model).held = False
-        recompile(self.model, "with amaxes of its own rank")
+        handle(self.model, self).held = False
+        recompile(self.model, "with amaxes of its own rank", unless=lambda state: state.held)
 
 
 class _Layout:

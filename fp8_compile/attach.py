@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 
 from .amax_reduction import AmaxReduction, reduces_amaxes
 from .config import Config
-from .graph_loss_scale import is_offered
 from .loss_scaler import LossScaler
 from .loss_scaling import LossScaling
 from .master_weights import MasterWeights
@@ -25,7 +24,7 @@ from .no_fp8 import note_step
 from .saturation_watch import SaturationWatch
 from .saved_scaling import SavedScaling
 from .step_hooks import StepHooks
-from .training_checks import check_compiled, check_once, check_owner, unwrap_model, unwrap_optimizer
+from .training_checks import check_compiled, check_masters, check_once, check_owner, unwrap_model, unwrap_optimizer
 from .training_part import Part, Step
 from .weight_caching import WeightCaching
 
@@ -43,7 +42,7 @@ class Training:
         self._step: Step | None = None
         self._noted = False  # whether anything of the model runs in FP8
         self._hidden: list[tuple[Tensor, Tensor]] = []  # parameters and their gradients, while a step is skipped
-        self._hooks = StepHooks(optimizer, self._prepare, self._finish, self._fail)
+        self._hooks = StepHooks(optimizer, self._prepare, self._finish, self._fail, self._again)
         _trainings[optimizer] = weakref.ref(self)
 
     def part(self, kind: type[Part]) -> Any:
@@ -109,6 +108,14 @@ class Training:
         if step.skipped:
             self._hide_gradients()
 
+    def _again(self) -> None:
+        """An optimizer such as LBFGS evaluates its closure again: the gradients to come are judged by themselves."""
+        step, self._step = self._step, None
+        if step is not None:
+            self._show_gradients()
+            for part in self.parts:
+                part.next_evaluation(step)
+
     def _finish(self) -> None:
         step, self._step = self._step, None
         if step is None:  # a closure that the optimizer never called
@@ -171,10 +178,13 @@ def attach(
     module, optimizer = unwrap_model(model), unwrap_optimizer(optimizer)
     check_compiled(model, module)
     check_owner(module, optimizer)
-    check_once(lambda: is_offered(module) or bool(optimizer in _trainings and _trainings[optimizer]()))
+    before = _trainings[optimizer]() if optimizer in _trainings else None
+    check_once(module, optimizer, before.model if before is not None else None)
     reduces = reduces_amaxes(amax_reduction)
     if saturation not in (None, "skip"):
         raise ValueError(f"saturation expects None or 'skip', got {saturation!r}")
+    if master_weights:
+        check_masters(optimizer, _optimizers_with_masters)
     if isinstance(loss_scale, LossScaler) and not loss_scale.is_enabled():
         loss_scale = None
     scaler = loss_scale if isinstance(loss_scale, LossScaler) else None
@@ -196,11 +206,16 @@ def attach(
     return Training(module, optimizer, parts)
 
 
+def _optimizers_with_masters() -> list[Optimizer]:
+    found = [training for one in list(_trainings.values()) if (training := one()) is not None]
+    return [training.optimizer for training in found if training.master_weights is not None]
+
+
 def _look_at_fp16(module: nn.Module, scaling: LossScaling, master_weights: bool) -> None:
     """FP16 gradients need their own way out of a graph: what the loss scale saved inside would be lost outside."""
     if not any(parameter.dtype == torch.float16 for parameter in module.parameters()):
         return
-    scaling.graphs.wide = master_weights
+    scaling.wide = master_weights
     if scaling.on and not master_weights:
         warnings.warn(
             "the model has FP16 parameters, whose gradients leave the graph in FP16 and are lost below 6e-8, loss "

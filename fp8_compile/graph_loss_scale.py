@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, Callable
+from typing import Any, Iterable, Protocol
 
 import torch
 from torch import Tensor, fx, nn
@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from .config import Config
 from .loss_scaler import INIT_SCALE
-from .module_names import compiled_root, frame_code, modules_read
+from .module_names import compiled_root, frame_code, is_compiled, modules_read
 from .passes.scale_loss import FACTORS, OVERFLOW
 
 
@@ -48,34 +48,63 @@ class GraphLossScale:
             tensor.data.zero_()
 
 
-# By module, for every module of an attached model: gives the scale that a config asks for, or None.
-_attached: weakref.WeakKeyDictionary[nn.Module, weakref.WeakMethod] = weakref.WeakKeyDictionary()
-_of_attached: weakref.WeakKeyDictionary[nn.Module, GraphLossScale] = weakref.WeakKeyDictionary()
+class Scaled(Protocol):
+    """The loss scaling of an attached model, as a compilation asks for it. Several may have a module in common."""
+
+    model: nn.Module
+    setting: float | str | None  # None: off
+    value: float
+    wide: bool
+
+    def follow_options(self, config: Config) -> None:
+        """Graphs are compiled with these options, which may ask for a loss scale."""
+        ...
+
+
+# By module, for every module of an attached model.
+_attached: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[Scaled]] = weakref.WeakKeyDictionary()
+# By compiled module. The same at every attach, since code that was compiled for the first one reads it.
+_of_attached: weakref.WeakKeyDictionary[nn.Module, list[GraphLossScale]] = weakref.WeakKeyDictionary()
 _fixed: weakref.WeakKeyDictionary[nn.Module, GraphLossScale] = weakref.WeakKeyDictionary()  # by options alone
 _compiled: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # have code
 # Compiled for training without a loss scale: the Python code of the frames.
 _unscaled: weakref.WeakKeyDictionary[nn.Module, set[Any]] = weakref.WeakKeyDictionary()
 
 
-def offer(model: nn.Module, give: Callable[[Config], GraphLossScale | None]) -> None:
-    """Ask ``give``, a method, for the loss scale of graphs of this model that are compiled from now on."""
-    for module in model.modules():
-        _attached[module] = weakref.WeakMethod(give)
+def offer(scaled: Scaled) -> None:
+    """Ask it for the loss scale of graphs of its model that are compiled from now on."""
+    for module in scaled.model.modules():
+        _attached.setdefault(module, weakref.WeakSet()).add(scaled)
 
 
-def graph_loss_scale(model: nn.Module) -> GraphLossScale:
-    """That of an attached model; the same at every attach, since code that was compiled for the first one reads it."""
-    return _of_attached.setdefault(model, GraphLossScale())
+def withdraw(scaled: Scaled) -> None:
+    for module in scaled.model.modules():
+        _attached.get(module, set()).discard(scaled)
 
 
-def withdraw(model: nn.Module) -> None:
-    for module in model.modules():
-        _attached.pop(module, None)
+def offered(modules: Iterable[nn.Module]) -> list[Scaled]:
+    """Those that have one of the modules."""
+    return list({id(one): one for module in modules for one in _attached.get(module, ())}.values())
 
 
-def is_offered(model: nn.Module) -> bool:
-    """Whether a model is attached, or a module of it, or one that it is in."""
-    return any(module in _attached and _attached[module]() is not None for module in model.modules())
+def sharing_graphs(model: nn.Module) -> list[Scaled]:
+    """Those whose models have compiled code in common with this one: the model itself, one in the other, or a module of
+    both that was compiled by itself. A module in two models that are compiled as wholes has code in each."""
+    mine = set(model.modules())
+    common = {module: offered([module]) for module in mine if module in _attached}
+    found = [
+        one
+        for module, others in common.items()
+        for one in others
+        if module is model or module is one.model or is_compiled(module) or module in _compiled
+    ]
+    return list({id(one): one for one in found}.values())
+
+
+def scales_of(modules: Iterable[nn.Module]) -> list[GraphLossScale]:
+    """Those that graphs of the modules read."""
+    found = [scale for module in modules for scale in _of_attached.get(module, ())]
+    return list({id(scale): scale for scale in found}.values())
 
 
 def was_compiled(model: nn.Module) -> bool:
@@ -92,13 +121,41 @@ def loss_scale_of_compilation(gm: fx.GraphModule, config: Config, *, strict: boo
     """The loss scale for what Dynamo is compiling."""
     root = compiled_root()
     modules = [root] if root is not None else list(modules_read(gm).values())
-    methods = [_attached[module]() for module in modules if module in _attached]
-    give = next((method for method in methods if method is not None), None)
-    scale = give(config) if give is not None else _by_options(modules, config, strict)
+    attached = offered(modules)
+    scale = _by_attached(modules, config, attached) if attached else _by_options(modules, config, strict)
     _compiled.update(modules)
     if scale is None and torch.is_grad_enabled():
         for module in modules:
             _unscaled.setdefault(module, set()).add(frame_code())
+    return scale
+
+
+def refuse_contradiction(attached: list[Scaled]) -> None:
+    """One graph has one loss scale, and a dynamic one follows the steps of one optimizer."""
+    settings = [one.setting for one in attached]
+    if len(attached) < 2 or (len(set(settings)) == 1 and settings[0] != "dynamic"):
+        return
+    each = " and ".join(f"{type(one.model).__name__} with loss_scale={one.setting!r}" for one in attached)
+    raise ValueError(
+        f"{each} are attached to optimizers of their own and run the same compiled code, which has one loss scale; "
+        "expected the same fixed number or None for all of them. With loss_scale='dynamic', compile each model as a "
+        "whole instead of the module that they share, or attach one optimizer that has the parameters of all"
+    )
+
+
+def _by_attached(modules: list[nn.Module], config: Config, attached: list[Scaled]) -> GraphLossScale | None:
+    for one in attached:
+        one.follow_options(config)
+    refuse_contradiction(attached)
+    if attached[0].setting is None:
+        return None
+    known = [_of_attached.setdefault(module, []) for module in modules]
+    scale = next((one for one in known[0] if all(one in others for others in known)), None)
+    if scale is None:
+        scale = GraphLossScale(attached[0].value)
+        for scales in known:
+            scales.append(scale)
+    scale.wide = any(one.wide for one in attached)
     return scale
 
 

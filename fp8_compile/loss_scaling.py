@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from typing import Any, Iterable, Mapping
 
@@ -10,7 +11,16 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from .config import Config
-from .graph_loss_scale import GraphLossScale, compiled_without, graph_loss_scale, offer, withdraw
+from .graph_loss_scale import (
+    GraphLossScale,
+    compiled_without,
+    offer,
+    offered,
+    refuse_contradiction,
+    scales_of,
+    sharing_graphs,
+    withdraw,
+)
 from .kept_histories import KeptHistories
 from .loss_scaler import LossScaler
 from .training_part import Part, Step
@@ -29,25 +39,32 @@ class LossScaling(Part):
 
     def __init__(self, model: nn.Module, setting: float | str | None, scaler: LossScaler | None = None) -> None:
         self.model, self.setting = model, setting
-        self.graphs = graph_loss_scale(model)
+        self.value = 1.0  # the current loss scale; 1 if it is off
+        self.wide = False  # gradients of 16-bit parameters leave in FP32
         self.histories = KeptHistories(model)
         self.scaler = scaler
         self._good = 0  # steps since the scale was changed: the scaler's growth tracker, without asking the device
-        offer(model, self.for_graph)
+        self._refuse_contradiction()
         if setting is not None:
             self._turn_on(setting)
+        offer(self)
+
+    def _refuse_contradiction(self) -> None:
+        if sharing_graphs(self.model):
+            gc.collect()  # an optimizer that was dropped is kept by its own hooks until then
+            refuse_contradiction([*sharing_graphs(self.model), self])
 
     @property
     def on(self) -> bool:
         return self.setting is not None
 
     @property
-    def value(self) -> float:
-        """The current loss scale; 1 if it is off."""
-        return self.graphs.value
+    def graphs(self) -> list[GraphLossScale]:
+        """What the graphs of the model read: one for each module that was compiled by itself."""
+        return scales_of(self.model.modules())
 
-    def for_graph(self, config: Config) -> GraphLossScale | None:
-        """The scale for a graph that is being compiled with these options."""
+    def follow_options(self, config: Config) -> None:
+        """A graph is being compiled with these options."""
         if config.loss_scale is not None and self.setting is None:
             self._turn_on(config.loss_scale)
         if config.loss_scale not in (None, self.setting):
@@ -55,7 +72,6 @@ class LossScaling(Part):
                 f"loss_scale={config.loss_scale!r} in the options of torch.compile and loss_scale={self.setting!r} in "
                 "attach() contradict: give it in one place"
             )
-        return self.graphs if self.on else None
 
     def inspect(self, step: Step) -> None:
         if not self.on:
@@ -64,18 +80,27 @@ class LossScaling(Part):
         parameters = [parameter for group in step.optimizer.param_groups for parameter in group["params"]]
         gradients = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
         # Of a rank that has none yet, nothing is not finite; it must say so, for others wait to hear it.
-        largest = [*self.graphs.largest(), *_largest(gradients)] or [torch.zeros(1, device=parameters[0].device)]
+        flags = [flag for graphs in self.graphs for flag in graphs.largest()]
+        largest = [*flags, *_largest(gradients)] or [torch.zeros(1, device=parameters[0].device)]
         device = largest[0].device
         worst = torch.cat([one.to(device) for one in largest])
         found = (~torch.isfinite(worst)).any().to(torch.float32)
         step.found_inf = found if step.found_inf is None else torch.maximum(step.found_inf.to(device), found)
+
+    def next_evaluation(self, step: Step) -> None:
+        if not self.on:
+            return
+        if step.not_finite:
+            self.histories.restore()
+        self._clear()
+        self.histories.keep()
 
     def after_step(self, step: Step) -> None:
         if not self.on:
             return
         if step.not_finite:
             self.histories.restore()
-        self.graphs.clear()
+        self._clear()
         if self.setting == "dynamic" and step.found_inf is not None:
             self._follow(step)
         self.histories.keep()
@@ -113,12 +138,12 @@ class LossScaling(Part):
             self.scaler.load_state_dict(state_dict["scaler"])
             self._good = state_dict["scaler"]["_growth_tracker"]
             self._set(float(state_dict["scale"]))
-        self.graphs.clear()
+        self._clear()
         self.histories.keep()
 
     def detach(self) -> None:
-        withdraw(self.model)
-        self._set(1.0)
+        withdraw(self)
+        self._set(1.0, [module for module in self.model.modules() if not offered([module])])
         self.setting = None
 
     def _turn_on(self, setting: float | str) -> None:
@@ -128,7 +153,7 @@ class LossScaling(Part):
                 "or torch._dynamo.reset() before attach()"
             )
         self.setting = setting
-        self.graphs.clear()  # of passes while nobody was attached
+        self._clear()  # of passes while nobody was attached
         if setting == "dynamic":
             self.scaler = self.scaler or LossScaler()
             self._good = self.scaler._get_growth_tracker()
@@ -137,10 +162,18 @@ class LossScaling(Part):
             self._set(float(setting))
         self.histories.keep()
 
-    def _set(self, value: float) -> None:
-        self.graphs.set(value)
+    def _set(self, value: float, modules: Iterable[nn.Module] | None = None) -> None:
+        """``modules``: those of the model that the new value is for; None: all."""
+        self.value, chosen = value, set(self.model.modules() if modules is None else modules)
+        for graphs in scales_of(chosen):
+            graphs.set(value)
         for state in self.histories.states():
-            state.set_gradient_unit(value)
+            if state.model in chosen:
+                state.set_gradient_unit(value)
+
+    def _clear(self) -> None:
+        for graphs in self.graphs:
+            graphs.clear()
 
 
 def _largest(gradients: Iterable[Tensor]) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, Mapping
 
 from torch import nn
@@ -12,7 +13,8 @@ from .training_part import Part, Step
 
 
 class SavedScaling(Part):
-    """``steps``: of the optimizer, skipped ones not; a warm-up counts these. The state is saved by module."""
+    """``steps``: of the optimizer, skipped ones not; a warm-up counts these, where several optimizers train a module
+    those of the busiest. The state is saved by module."""
 
     name = "scaling"
 
@@ -52,14 +54,18 @@ class SavedScaling(Part):
 
     def detach(self) -> None:
         for state in self._states():
-            state.steps = None
+            _counting.get(state, set()).discard(self)
+            state.steps = max((one.steps for one in _counting.get(state, ())), default=None)
 
     def _tell(self) -> None:
         for state in self._states():
-            state.steps = self.steps
+            _counting.setdefault(state, weakref.WeakSet()).add(self)
+            state.steps = max(one.steps for one in _counting[state])
 
     def _states(self) -> list[ScalingState]:
         """Of the model, and of modules in it that are compiled by themselves."""
         inner = [module for module in self.model.modules() if is_compiled(module)]
         return [scaling_state(module) for module in (self.model, *inner)]
 
+
+_counting: weakref.WeakKeyDictionary[ScalingState, weakref.WeakSet[SavedScaling]] = weakref.WeakKeyDictionary()

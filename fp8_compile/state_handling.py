@@ -16,23 +16,24 @@ class Handling:
     held: bool = False  # amaxes wait for the optimizer's step, when those of all ranks are put together
 
 
-PLAIN = Handling()
-_of_module: weakref.WeakKeyDictionary[nn.Module, Handling] = weakref.WeakKeyDictionary()
+class NoPart:
+    """Asks for a handling where no part of a training loop does."""
+
+
+NO_PART = NoPart()
+# By module, and by who asks: two training loops may have a module in common.
+_asked: weakref.WeakKeyDictionary[nn.Module, weakref.WeakKeyDictionary[object, Handling]] = weakref.WeakKeyDictionary()
 
 
 def handling_of(module: nn.Module | None) -> Handling:
-    """How the state of a module is handled."""
-    return _of_module.get(module, PLAIN) if module is not None else PLAIN
+    """How the state of a module is handled: as anyone asks."""
+    asked = list(_asked[module].values()) if module is not None and module in _asked else []
+    return Handling(any(one.cached for one in asked), any(one.held for one in asked))
 
 
-def handle(model: nn.Module) -> Handling:
-    """The handling to change for a model and for modules in it that are compiled by themselves."""
-    found = _of_module.get(model) or Handling()
+def handle(model: nn.Module, asks: object = NO_PART) -> Handling:
+    """What ``asks`` may change for a model and for modules in it that are compiled by themselves."""
+    found = _asked.get(model, {}).get(asks) or Handling()
     for module in model.modules():
-        _of_module[module] = found
+        _asked.setdefault(module, weakref.WeakKeyDictionary())[asks] = found
     return found
-
-
-def handle_no_more(model: nn.Module) -> None:
-    for module in model.modules():
-        _of_module.pop(module, None)

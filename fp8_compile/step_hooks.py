@@ -13,6 +13,8 @@ from torch.optim import Optimizer
 class StepHooks:
     """``prepare()`` once the gradients are there, ``finish()`` when the optimizer has run, ``fail()`` if it raised.
 
+    An optimizer may call its closure several times in a step (LBFGS): ``again()`` comes before each call but the first.
+
     Without a closure the gradients are there when ``step()`` is called. With one (Lightning always passes one) they are
     there when it has run, inside ``step()``. Torch calls the hooks of a subclass that calls ``super().step()`` twice:
     the outer call counts.
@@ -24,8 +26,9 @@ class StepHooks:
         prepare: Callable[[], None],
         finish: Callable[[], None],
         fail: Callable[[], None],
+        again: Callable[[], None] = lambda: None,
     ) -> None:
-        self._prepare, self._finish = prepare, finish
+        self._prepare, self._finish, self._again = prepare, finish, again
         self._handles: list[Any] = [
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
@@ -50,9 +53,16 @@ class StepHooks:
                 self._prepare()
             return None
 
+        evaluations = 0
+
         @functools.wraps(closure)
         def then_prepare() -> Any:
+            nonlocal evaluations
+            if evaluations:
+                with torch.no_grad():
+                    self._again()
             loss = closure()
+            evaluations += 1
             with torch.no_grad():
                 self._prepare()
             return loss

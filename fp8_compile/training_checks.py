@@ -11,6 +11,7 @@ from torch._dynamo.eval_frame import OptimizedModule, innermost_backend
 from torch.optim import Optimizer
 
 from .graph_loss_scale import was_compiled
+from .master_weights import HALVES
 
 WITHOUT_PASSES = ("eager", "aot_eager", "inductor", "cudagraphs")
 
@@ -70,14 +71,42 @@ def check_owner(module: nn.Module, optimizer: Optimizer) -> None:
         )
 
 
-def check_once(attached: Callable[[], bool]) -> None:
-    """Neither of the two may be attached already."""
-    if attached():
-        gc.collect()  # an optimizer that was dropped is kept by its own hooks until then
-    if attached():
+def check_once(module: nn.Module, optimizer: Optimizer, attached: nn.Module | None) -> None:
+    """An optimizer is attached to one model: ``attached``, None if to none yet. A model may have several optimizers."""
+    model, step = type(module).__name__, type(optimizer).__name__
+    if attached is module:
         raise ValueError(
-            "the model or the optimizer is attached already; expected one attach(), or train.detach() before the next"
+            f"{model} and this {step} are attached already; expected one attach() for a model and its optimizer, or "
+            "train.detach() before the next"
         )
+    if attached is not None:
+        raise ValueError(
+            f"this {step} is attached already, to {type(attached).__name__}, and can't be attached to {model} too; "
+            "expected one optimizer for each, or one attach() of a module that has both: "
+            f"attach(nn.ModuleList([{type(attached).__name__.lower()}, {model.lower()}]), optimizer)"
+        )
+
+
+def check_masters(optimizer: Optimizer, others: Callable[[], list[Optimizer]]) -> None:
+    """A parameter has one master: that of a second optimizer would be rounded to 16 bits by each step of the first.
+    ``others``: the optimizers that have masters."""
+    if _with_two_masters(optimizer, others()):
+        gc.collect()  # an optimizer that was dropped is kept by its own hooks until then
+    if count := len(_with_two_masters(optimizer, others())):
+        raise ValueError(
+            f"{count} parameters of this {type(optimizer).__name__} have FP32 masters by another attached optimizer, "
+            "and the steps of each would round the other's masters to 16 bits; expected 16-bit parameters in one of "
+            "the optimizers only, FP32 parameters, or master_weights=True for one of them"
+        )
+
+
+def _with_two_masters(optimizer: Optimizer, others: list[Optimizer]) -> set[int]:
+    """Identities of the 16-bit parameters that are also in others."""
+    mine, *theirs = (
+        {id(parameter) for group in one.param_groups for parameter in group["params"] if parameter.dtype in HALVES}
+        for one in (optimizer, *others)
+    )
+    return mine & set().union(*theirs)
 
 
 def _wrapped_elsewhere(module: nn.Module) -> list[OptimizedModule]:

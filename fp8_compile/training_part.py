@@ -1,9 +1,10 @@
 """What is done around ``optimizer.step()`` comes in parts; each is an object with these methods.
 
-    inspect        the gradients are there and nothing is decided: a part may raise ``step.found_inf``
-    before_step    it is decided whether the step is skipped (``step.skipped``); the optimizer has not run
-    after_step     the optimizer has run, or would have
-    failed_step    instead, if anything raised since ``inspect``
+    inspect          the gradients are there and nothing is decided: a part may raise ``step.found_inf``
+    before_step      it is decided whether the step is skipped (``step.skipped``); the optimizer has not run
+    next_evaluation  the optimizer calls its closure again, as LBFGS does; then all begins with ``inspect`` again
+    after_step       the optimizer has run, or would have
+    failed_step      instead, if anything raised since ``inspect``
 """
 
 from __future__ import annotations
@@ -40,6 +41,9 @@ class Part:
 
     def before_step(self, step: Step) -> None:
         """Prepare what the optimizer will read."""
+
+    def next_evaluation(self, step: Step) -> None:
+        """Forget what the gradients of the last evaluation were judged by: new ones come."""
 
     def after_step(self, step: Step) -> None:
         """Take over what the optimizer has written; of a skipped step, undo what led to it."""

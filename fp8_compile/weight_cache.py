@@ -342,14 +342,14 @@ class WeightCache:
 _caches: weakref.WeakSet[WeightCache] = weakref.WeakSet()
 
 
-def _stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def mark_stepped(optimizer: Optimizer) -> None:
     """Fused optimizers write to weights without raising their version counters (torch 2.13); so may others."""
     weights = [weight for group in optimizer.param_groups for weight in group["params"] if weight.requires_grad]
     for cache in list(_caches):
         cache.stepped(weights)
 
 
-register_optimizer_step_post_hook(_stepped)
+register_optimizer_step_post_hook(lambda optimizer, args, kwargs: mark_stepped(optimizer))
 
 
 def _by_device(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+from typing import Callable
 
 from torch import nn
 
-from .scaling_state import states_within
+from .scaling_state import ScalingState, states_within
 from .state_handling import handle
 from .training_part import Part, Step
-from .weight_cache import WeightCache
+from .weight_cache import WeightCache, mark_stepped
 
 log = logging.getLogger("fp8_compile")
 
@@ -25,8 +26,8 @@ class WeightCaching(Part):
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        handle(model).cached = True
-        recompile(model, "with FP8 copies of its weights")
+        recompile(model, "with FP8 copies of its weights", unless=lambda state: state.weights is not None)
+        handle(model, self).cached = True
 
     @property
     def caches(self) -> list[WeightCache]:
@@ -34,10 +35,10 @@ class WeightCaching(Part):
         return [cache for cache in found if cache is not None]
 
     def after_step(self, step: Step) -> None:
-        # Whoever wrote the new weights, master weights for instance, may have done it past the version counters.
-        weights = [weight for weight in self.model.parameters() if weight.requires_grad]
-        for cache in self.caches if not step.skipped else ():
-            cache.stepped(weights)
+        # Whoever wrote the new weights, master weights for instance, may have done it past the version counters. Only
+        # those of this optimizer: others may wait for a backward that reads the copies as they are.
+        if not step.skipped:
+            mark_stepped(step.optimizer)
 
     def failed_step(self, step: Step) -> None:
         self.after_step(step)  # some weights may have been written
@@ -47,10 +48,11 @@ class WeightCaching(Part):
         return sum(cache.memory_bytes() for cache in self.caches)
 
     def detach(self) -> None:
-        handle(self.model).cached = False
+        handle(self.model, self).cached = False
 
 
-def recompile(model: nn.Module, reason: str) -> None:
-    """Have code of the model compiled again."""
-    if any([state.recompile() for state in states_within(model).values()]):
+def recompile(model: nn.Module, reason: str, *, unless: Callable[[ScalingState], bool]) -> None:
+    """Have code of the model compiled again, but for states whose code is right already: another training loop, which
+    shares the module, has seen to it."""
+    if any([state.recompile() for state in states_within(model).values() if not unless(state)]):
         log.info("the model was compiled before: it is compiled again, %s", reason)

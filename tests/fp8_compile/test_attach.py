@@ -164,16 +164,18 @@ def test_an_optimizer_of_another_model_is_refused() -> None:
         fp8_compile.attach(compiled, 3)  # type: ignore[arg-type]
 
 
-def test_a_second_attach_is_refused_for_the_model_and_for_the_optimizer() -> None:
+def test_a_second_attach_of_a_model_and_its_optimizer_is_refused() -> None:
     model, compiled = compiled_mlp()
     optimizer = SGD(model.parameters(), lr=0.1)
     train = fp8_compile.attach(compiled, optimizer)
-    with pytest.raises(ValueError, match="attached already.*detach"):
-        fp8_compile.attach(compiled, SGD(model.parameters(), lr=0.1))
-    with pytest.raises(ValueError, match="attached already"):
-        fp8_compile.attach(model, optimizer)
+    for same in (compiled, model):
+        with pytest.raises(ValueError, match=r"Sequential and this SGD are attached already.*train.detach\(\)"):
+            fp8_compile.attach(same, optimizer)
+    other = torch.compile(nn.ModuleList(model).append(nn.Linear(D, D)), backend=UncompiledBackend())
+    with pytest.raises(ValueError, match=r"this SGD is attached already, to Sequential, .* to ModuleList too; .*one opt"):
+        fp8_compile.attach(other, optimizer)
     train.detach()
-    fp8_compile.attach(model, SGD(model.parameters(), lr=0.1))
+    fp8_compile.attach(model, optimizer)
 
 
 def test_a_model_that_is_not_compiled_or_by_another_backend_is_refused() -> None:
