@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 JOBS   ?= 2
+SECONDS ?= 300
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet install
@@ -9,7 +10,7 @@ BASE   := $(VENV)/.installed-base
 TEST   := $(VENV)/.installed-test
 LINT   := $(VENV)/.installed-lint
 
-.PHONY: help demo test bench lint clean
+.PHONY: help demo test fuzz bench lint clean
 .DEFAULT_GOAL := help
 
 help:            ## this list
@@ -20,6 +21,11 @@ demo: $(BASE)    ## train a small language model in FP8 next to full precision
 
 test: $(TEST)    ## run the tests (ARGS="-k name" to choose)
 	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+
+fuzz: $(TEST)    ## search for defects for a while (SECONDS=300 each): sequences of calls, files, C++ under sanitizers
+	$(BIN)/python benchmarks/sequences.py
+	$(BIN)/python tests/fuzz/files.py --seconds $(SECONDS)
+	$(BIN)/python tests/fuzz/sanitizers.py --seconds $(SECONDS)
 
 bench: $(TEST)   ## run every benchmark, each against its peer
 	@set -e; for script in $$(grep -l __main__ benchmarks/*.py); do echo "== $$script"; PYTHONPATH=examples $(BIN)/python $$script; done

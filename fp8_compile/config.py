@@ -28,8 +28,8 @@ class Config:
 
     ``exclude`` and ``include`` are globs on dotted module names; naming a module names what is inside it, and
     a parameter's full name works too. Output heads (tied to an embedding, as wide as its vocabulary, or called
-    ``lm_head`` and the like) are excluded unless a pattern of ``include`` other than ``"*"`` names them. A buffer, or an
-    argument of a compiled function, is a weight only where a pattern of ``include`` names it by its own name.
+    ``lm_head`` and the like) are excluded unless a pattern of ``include`` other than ``"*"`` names them. A buffer, or
+    an argument of a compiled function, is a weight only where a pattern of ``include`` names it by its own name.
     """
 
     recipe: str = "delayed"

@@ -172,7 +172,7 @@ def test_a_second_attach_of_a_model_and_its_optimizer_is_refused() -> None:
         with pytest.raises(ValueError, match=r"Sequential and this SGD are attached already.*train.detach\(\)"):
             fp8_compile.attach(same, optimizer)
     other = torch.compile(nn.ModuleList(model).append(nn.Linear(D, D)), backend=UncompiledBackend())
-    with pytest.raises(ValueError, match=r"this SGD is attached already, to Sequential, .* to ModuleList too; .*one opt"):
+    with pytest.raises(ValueError, match=r"this SGD is attached already, to Sequential, .* to ModuleList too; "):
         fp8_compile.attach(other, optimizer)
     train.detach()
     fp8_compile.attach(model, optimizer)

@@ -17,7 +17,7 @@ D = 32
 
 
 class Regression:
-    """An MLP that learns sines by LBFGS; the gradient of each evaluation is compared with FP32's at the same weights."""
+    """An MLP that learns sines by LBFGS; the gradient of each evaluation is compared with FP32's at these weights."""
 
     def __init__(self, recipe: str, line_search: str | None, *, attach: bool, **options: Any) -> None:
         torch._dynamo.reset()
@@ -57,8 +57,9 @@ def test_lbfgs_ends_with_attach_where_it_ends_without_and_under_tensorwise(line_
     last = attached.run(6)
     lasts = [other.run(6) for other in others]
     print(f"{line_search}: {start:.3f} -> {last:.4f} attached, {lasts[0]:.4f} without, {lasts[1]:.4f} tensorwise")
-    # LBFGS amplifies the noise of FP8: runs that differ in rounding alone end up to 10 % apart (6 seeds).
-    assert last < 0.3 * start and last < 1.15 * min(lasts)
+    # LBFGS amplifies the noise of FP8: runs that differ in rounding alone ended up to 18 % apart. It is the gradients
+    # below that tell whether attaching costs anything.
+    assert last < 0.3 * start and last < 1.25 * min(lasts)
     mean, *means = (sum(one.decibels[:20]) / 20 for one in (attached, *others))
     print(f"gradients of the first 20 evaluations: {mean:.1f} dB attached, {means[0]:.1f}, {means[1]:.1f}")
     assert mean > max(means) - 1

@@ -3,8 +3,9 @@
     python tests/fuzz/files.py --seconds 300 [--seed 0] [--keep folder]
 
 Files of every kind that we read (checkpoints of each layout, their index, packages, manifests, scaling states,
-reports and recorded passes) are cut short, get other bytes, or other values in their JSON: wrong types, huge numbers, deep
-nesting, paths that leave the folder. Code of packages is not run: the archive and its manifest are read, which comes before.
+reports and recorded passes) are cut short, get other bytes, or other values in their JSON: wrong types, huge numbers,
+deep nesting, paths that leave the folder. Code of packages is not run: the archive and its manifest are read, which
+comes before.
 """
 
 from __future__ import annotations

@@ -52,5 +52,6 @@ def test_a_reader_that_does_otherwise_would_be_found(
     monkeypatch.setattr(files, "KINDS", {"one": files.Kind(write, read, ("one.json",), whole=True)})
     monkeypatch.setattr(files, "HANG_SECONDS", 0.2)
     _, failures = files.run(seconds=20, most_failures=1)
-    said = {"another error": "KeyError", "no message": "without a message", "a hang": "Hang", "cut and read": "cut short"}
+    said = {"another error": "KeyError", "no message": "without a message", "a hang": "Hang"}
+    said["cut and read"] = "cut short"
     assert any(said[wrong] in failure for failure in failures), failures

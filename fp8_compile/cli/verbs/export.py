@@ -6,8 +6,9 @@
 
     fp8-compile export ./Llama-3.2-1B model.pt2 --tokens 256                    a Hugging Face folder, packed or not
 
-A Hugging Face folder is called as model(input_ids) or model(pixel_values), and gives a tuple. MODULE:FACTORY is imported from the current folder. FACTORY() returns (model, args) or (model, args, kwargs); that of
---calibration batches: tensors, tuples or dicts of the model's arguments.
+A Hugging Face folder is called as model(input_ids) or model(pixel_values), and gives a tuple. MODULE:FACTORY is
+imported from the current folder. FACTORY() returns (model, args) or (model, args, kwargs); that of --calibration
+returns batches: tensors, tuples or dicts of the model's arguments.
 """
 
 from __future__ import annotations
