@@ -128,7 +128,9 @@ def test_a_selection_that_is_empty_at_run_time_is_right_in_inductors_code() -> N
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
-def test_a_constant_that_inductor_folds_is_multiplied_in_fp8(recipe: str) -> None:
+def test_a_constant_that_inductor_folds_is_multiplied_as_it_is(recipe: str) -> None:
+    """What is made of parameters and constants alone stays in high precision, and does not fail."""
+
     class Started(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -140,8 +142,8 @@ def test_a_constant_that_inductor_folds_is_multiplied_in_fp8(recipe: str) -> Non
     model, x = Started(), torch.zeros(8, D)
     y = torch.compile(model, backend="fp8", options={"recipe": recipe})(x)
     y.sum().backward()
-    assert 20 < snr(y, model(x)) < 60
-    assert snr(model.up.weight.grad, torch.full((D, D), -0.7 * 8)) > 20
+    assert snr(y, model(x)) > 100
+    assert snr(model.up.weight.grad, torch.full((D, D), -0.7 * 8)) > 100
 
 
 # --- what torch.compile can do

@@ -200,7 +200,7 @@ def test_two_passes_in_a_row_leave_the_state_of_the_reference_bit_for_bit(case: 
         graph.expected(expected)
         after, recorded = State(graph, actual), before.amaxes != ABSENT
         assert after.same_as(State(graph, expected))
-        assert torch.equal(after.counts, before.counts + recorded)
+        assert torch.equal(after.counts[:2], before.counts[:2] + recorded)
         assert torch.equal(after.history[recorded, 1], before.amaxes[recorded]) and (after.amaxes[recorded] > 0).all()
         assert torch.equal(after.amaxes == ABSENT, ~recorded)
 
@@ -254,7 +254,7 @@ def check_overflow(graph: GeneratedGraph, inputs: list[Any]) -> None:
     graph.run(following, SMALL_BLOCKS)
     later = State(graph, following)
     overflowed = ~(after.amaxes < torch.inf)  # NaN in slots behind the Inf
-    passes, entered = later.counts - after.counts
+    passes, entered = (later.counts - after.counts)[:2]
     assert torch.equal(passes, (after.amaxes != ABSENT).int())
     assert torch.equal(entered, ((after.amaxes != ABSENT) & ~overflowed).int())
     assert later.history.isfinite().all() and later.amaxes.isfinite().all()

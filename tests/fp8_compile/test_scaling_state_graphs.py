@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from uncompiled import UncompiledBackend
 
-from fp8_compile import Config, delayed, scaling_state
+from fp8_compile import Config, delayed, graph_pool, scaling_state
 
 D = 32
 ROLES = ("input", "weight", "grad_output")
@@ -335,7 +335,8 @@ def test_a_graph_that_needs_more_slots_than_foreseen_gets_another_page(
     monkeypatch: pytest.MonkeyPatch, target: str
 ) -> None:
     monkeypatch.setattr(delayed, "SLOTS_A_MATMUL", 1)
-    monkeypatch.setattr(delayed, "_matmuls", lambda gm: 0)  # room for eight tensors, where there are twelve
+    monkeypatch.setattr(delayed, "_matmuls", lambda gm: 0)
+    monkeypatch.setattr(graph_pool, "LEAST_ROWS", 8)  # where there are twelve
     model = nn.Sequential(*(nn.Linear(D, D) for _ in range(6)))
     compiled, backend = compiled_with(model, target=target)
     for _ in range(3):

@@ -88,13 +88,15 @@ def test_gradients_are_as_good_as_without_copies_while_averages_come_and_go() ->
 
 
 @pytest.fixture
-def warm() -> tuple[nn.Module, Any, WeightCache]:
-    """A model that was run once."""
+def warm() -> Iterator[tuple[nn.Module, Any, WeightCache]]:
+    """A model that was run once, with an optimizer that lives as long as the test."""
     model = new_model()
     compiled = torch.compile(model, backend="fp8")
-    fp8_compile.attach(compiled, torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fp8_compile.attach(compiled, optimizer)
     compiled(torch.randn(16, 32)).sum().backward()
-    return model, compiled, fp8_compile.scaling_state(model).weights
+    yield model, compiled, fp8_compile.scaling_state(model).weights
+    del optimizer
 
 
 def is_fresh(entry: CachedWeight, cache: WeightCache) -> bool:

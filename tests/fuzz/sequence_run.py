@@ -111,7 +111,9 @@ class SequenceRun:
         findings = self._step(operation, calls)
         if not operation.again:
             return
-        has_to_recover = self._has_to_recover and any(_jumped(finding.said) for finding in findings)
+        # Room lasts for two passes of the saturated tensor, which calls of other magnitudes may use up.
+        in_time = len(operation.batches) <= 2 and (len(operation.batches) == 1 or self.subject.name != "RepeatedBlock")
+        has_to_recover = in_time and self._has_to_recover and any(_jumped(finding.said) for finding in findings)
         again = self._step(operation, calls, excused=not has_to_recover)
         if has_to_recover:
             self.findings[len(self.findings) - len(again) :] = [

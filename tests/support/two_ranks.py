@@ -92,6 +92,7 @@ def ddp(rank: int, folder: pathlib.Path) -> dict[str, Any]:
     state = fp8_compile.scaling_state(model)
     before = state.state_dict()
     model.load_state_dict(Blocks().state_dict())
+    state.weights.stepped(model.parameters())  # as if by the optimizer: replaced weights would get their own scales
     losses = train(compiled, optimizer, range(2, 3), half)
     skipped = [row for report in backend.reports for row in report.skipped]
     found = {"losses": losses, "before": before, "after": state.state_dict(), "graphs": len(backend.reports)}
