@@ -112,7 +112,7 @@ class SequenceRun:
         if not operation.again:
             return
         # Room lasts for two passes of the saturated tensor, which calls of other magnitudes may use up.
-        in_time = len(operation.batches) <= 2 and (len(operation.batches) == 1 or self.subject.name != "RepeatedBlock")
+        in_time = len(operation.batches) <= 2 and self.subject.name != "RepeatedBlock"
         has_to_recover = in_time and self._has_to_recover and any(_jumped(finding.said) for finding in findings)
         again = self._step(operation, calls, excused=not has_to_recover)
         if has_to_recover:
