@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from typing import TYPE_CHECKING, Any, Container, Iterable
 
 from torch import Tensor
@@ -15,6 +16,8 @@ from .scaling_page import Page, PageKind
 if TYPE_CHECKING:
     from .scaling_state import ScalingState
 
+
+log = logging.getLogger("fp8_compile")
 
 LEAST_ROWS = 32  # of a page
 
@@ -98,6 +101,8 @@ class GraphPool:
     def place(self, tensor: TensorUse) -> Place | None:
         slot = self.slot_of(tensor)
         if self.frozen and self.state.frozen_reach(slot) is None:
+            if tensor.role is Role.INPUT:
+                log.warning("%s has no frozen scale: it takes its own, as without freeze_scales()", slot)
             return None
         self._uses[tensor] = slot
         place = self.place_of(slot, self.direction(tensor))
