@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import pathlib
 from typing import TYPE_CHECKING, Any, Callable, Mapping, Sequence
 
 import torch
@@ -18,7 +17,7 @@ from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch._inductor import list_mode_options
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-from torch._inductor.custom_graph_pass import get_custom_graph_passes, get_hash_for_files
+from torch._inductor.custom_graph_pass import get_custom_graph_passes
 
 from . import delayed as delayed_state
 from .config import Config
@@ -49,10 +48,6 @@ if TYPE_CHECKING:
     from .dump import GraphDump
 
 log = logging.getLogger("fp8_compile")
-
-# Config, targets and names decide what passes do: part of the key of Inductor's cache, beside their own sources.
-SOURCE_HASH = get_hash_for_files(tuple(sorted(map(str, pathlib.Path(__file__).parent.glob("*.py"))))).hex()
-
 
 class Backend:
     """The backend as an object to ask: ``backend.reports`` has one report a compiled graph."""
@@ -175,7 +170,7 @@ class _Graph:
         state += [loss_scale.wide if loss_scale else None, pool.state.held if pool else None]
         lines = [code_path(node) for node in self.gm.graph.nodes] if pool else None  # slots are told apart by them
         names = self.names.fingerprint(self.gm)
-        key = repr((SOURCE_HASH, config.fingerprint(), self.rules.target, names, state, lines))
+        key = repr((config.fingerprint(), self.rules.target, names, state, lines))
         stored = ReportCache.entry(self.gm, self.example_inputs, key)
         if pool:
             delayed_state.attach_state(self.gm, pool, stats=config.stats)

@@ -6,12 +6,12 @@ from __future__ import annotations
 import hashlib
 import logging
 import pathlib
+import sys
 from typing import Protocol, Sequence
 
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-from fp8_compile import kernels
 from fp8_compile.kernels import peak_estimate
 
 from .add_in_gemm import AddInGemm
@@ -46,10 +46,15 @@ log = logging.getLogger("fp8_compile.passes")
 peak_estimate.install()
 
 
+# Every folder that decides what code is made: side by side in the repository, one inside the other when installed.
+PACKAGES = ("fp8_compile", "fp8_compile.passes", "fp8_compile.kernels")
+FOLDERS = [pathlib.Path(sys.modules[name].__path__[0]) for name in PACKAGES]
+
+
 def source_hash() -> str:
-    """A hash of every source file of passes and kernels: other code, other cache entries."""
-    folders = (pathlib.Path(__file__).parent, pathlib.Path(kernels.__file__).parent)
-    files = sorted(str(file) for folder in folders for kind in ("*.py", "*.cpp", "*.h") for file in folder.rglob(kind))
+    """A hash of every source file of the package, in whichever room: other code, other cache entries."""
+    kinds = ("*.py", "*.cpp", "*.h")
+    files = sorted({str(file) for folder in FOLDERS for kind in kinds for file in folder.rglob(kind)})
     return get_hash_for_files(tuple(files)).hex()
 
 

@@ -167,12 +167,12 @@ def test_with_an_observer_there_is_no_id_so_that_passes_run() -> None:
 
 @pytest.fixture
 def copied_sources(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
-    """``source_hash`` reads a copy of passes and kernels."""
+    """``source_hash`` reads a copy of all sources."""
     root = pathlib.Path(pipeline.__file__).parent.parent
-    for folder in ("passes", "kernels"):
-        shutil.copytree(pathlib.Path(root / folder), tmp_path / folder)
-    monkeypatch.setattr(pipeline, "__file__", str(tmp_path / "passes" / "pipeline.py"))
-    monkeypatch.setattr("fp8_compile.kernels.__file__", str(tmp_path / "kernels" / "__init__.py"))
+    folders = ("fp8_compile", "passes", "kernels")
+    for folder in folders:
+        shutil.copytree(root / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(pipeline, "FOLDERS", [tmp_path / folder for folder in folders])
     return tmp_path
 
 
@@ -181,7 +181,15 @@ def fresh_hash() -> str:
     return pipeline.source_hash()
 
 
-@pytest.mark.parametrize("file", ["passes/decide.py", "kernels/quantize.py"])
+SOURCES = ["fp8_compile/config.py", "fp8_compile/cli/machine.py", "passes/decide.py", "kernels/cpu/gemm.h"]
+
+
+def test_the_id_covers_every_folder_that_is_installed() -> None:
+    root = pathlib.Path(pipeline.__file__).parent.parent
+    assert set(pipeline.FOLDERS) == {root / folder for folder in ("fp8_compile", "passes", "kernels")}
+
+
+@pytest.mark.parametrize("file", SOURCES)
 def test_another_source_gives_another_id(copied_sources: pathlib.Path, file: str) -> None:
     before = fresh_hash()
     assert fresh_hash() == before
@@ -190,9 +198,11 @@ def test_another_source_gives_another_id(copied_sources: pathlib.Path, file: str
     assert fresh_hash() != before
 
 
-def test_a_new_source_gives_another_id(copied_sources: pathlib.Path) -> None:
+@pytest.mark.parametrize("folder", ["passes", "fp8_compile/a_new_room", "kernels/gpu"])
+def test_a_new_source_gives_another_id(copied_sources: pathlib.Path, folder: str) -> None:
     before = fresh_hash()
-    (copied_sources / "passes" / "new_pass.py").write_text('"""New."""\n')
+    (copied_sources / folder).mkdir(exist_ok=True)
+    (copied_sources / folder / "new.py").write_text('"""New."""\n')
     assert fresh_hash() != before
 
 
