@@ -22,8 +22,9 @@ from torch._inductor import config as inductor_config
 import fp8_compile  # noqa: F401  caps oneDNN where its AMX path crashes
 from fp8_compile.kernels import scaled_mm as plain
 from fp8_compile.kernels.cpu.isa import candidates
-from fp8_compile.kernels.cpu.library import get_cpp_compiler, load
+from fp8_compile.kernels.cpu.library import load
 from fp8_compile.kernels.cpu.scaled_mm import scaled_mm_op
+from fp8_compile.torch_internals.inductor import cpp_compiler
 
 SHAPES = ("512x2048x2048", "1024x512x1536", "4096x2048x2048", "16x2048x2048", "1x4096x4096", "64x128x128", "8x64x64")
 E4M3 = torch.float8_e4m3fn
@@ -37,7 +38,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    isa = next(one.name for one in candidates() if load(get_cpp_compiler(), one).fp8_probe())
+    isa = next(one.name for one in candidates() if load(cpp_compiler(), one).fp8_probe())
     peak = PER_CYCLE.get(isa, 0) * clock() * torch.get_num_threads()
     rows = [measure(*map(int, shape.split("x")), arguments.rounds, peak) for shape in arguments.shapes]
     if arguments.json:
@@ -103,7 +104,7 @@ def clock() -> float:
     source = "extern \"C\" void spin(long n) { for (long i = 0; i < n; ++i) asm volatile(\"add $1, %0\" : \"+r\"(i)); }"
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder, "spin.so")
-        command = [get_cpp_compiler(), "-O2", "-shared", "-fPIC", "-x", "c++", "-", "-o", str(path)]
+        command = [cpp_compiler(), "-O2", "-shared", "-fPIC", "-x", "c++", "-", "-o", str(path)]
         subprocess.run(command, input=source, text=True, check=True)
         spin = ctypes.CDLL(str(path)).spin
         spin.argtypes = (ctypes.c_long,)

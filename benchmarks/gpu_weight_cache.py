@@ -21,7 +21,7 @@ from absent_gpu import absent_gpu
 from gpu_code import BLOCKS, lower
 from torch import nn
 
-from fp8_compile.state_handling import handle
+from fp8_compile.scaling.handling import handle
 from fp8_compile.target import Target
 
 

@@ -17,10 +17,10 @@ from torch._inductor.compile_fx import compile_fx
 from torch._subclasses import FakeTensorMode
 
 from fp8_compile import Config
-from fp8_compile.backend import compile_graph
+from fp8_compile.backend.graph import compile_graph
+from fp8_compile.backend.interpret import NO_CACHE, run_uncompiled
 from fp8_compile.config import RECIPES
 from fp8_compile.target import Target
-from fp8_compile.uncompiled import NO_CACHE, run_uncompiled
 
 TOKENS, WIDTH, HIDDEN = 4096, 2048, 8192
 

@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 import fp8_compile
 from byte_lm import ByteLM, batches, stdlib_text
-from fp8_compile.sharded_checkpoint import load_scaling_state
+from fp8_compile.scaling.distributed_checkpoint import load_scaling_state
 
 
 def start() -> torch.device:

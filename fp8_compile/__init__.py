@@ -5,11 +5,9 @@ loads a package (``fp8_compile.load``) need not spend.
 """
 
 import importlib
-import sys
-import types
 from typing import TYPE_CHECKING, Any
 
-from . import onednn as _onednn
+from .torch_internals import onednn as _onednn
 
 _onednn.guard()  # before anything that could multiply matrices
 
@@ -20,27 +18,27 @@ from .kernels.cpu import scaled_mm as _scaled_mm  # noqa: E402, F401
 from .kernels.nvfp4 import ops as _ops  # noqa: E402, F401
 
 if TYPE_CHECKING:
-    from .attach import Training, attach
-    from .backend import Backend
-    from .calibrate import calibrate
-    from .calibration import Calibration
-    from .checkpoint import load_checkpoint, save_checkpoint
+    from .aot_package.export import export
+    from .aot_package.load import LoadedModel, load
+    from .backend.entry_point import Backend
+    from .backend.explain import explain
     from .config import Config
-    from .explain import explain
-    from .export import export
-    from .frozen_scales import freeze_scales
     from .kernels.nvfp4.quantize import quantize_nvfp4
     from .kernels.nvfp4.weight import NVFP4Weight
-    from .load import LoadedModel, load
-    from .loss_scaler import LossScaler
-    from .master_weights import MasterWeights
-    from .pack import pack
-    from .pack_folder import pack_folder
-    from .pack_report import PackReport
-    from .packed_linear import PackedLinear
+    from .packing.calibrate import calibrate
+    from .packing.calibration import Calibration
+    from .packing.checkpoints.folder import pack_folder
+    from .packing.checkpoints.save_and_load import load_checkpoint, save_checkpoint
+    from .packing.pack import pack
+    from .packing.pack_report import PackReport
+    from .packing.packed_linear import PackedLinear
     from .report import Report
-    from .scaling_state import ScalingState, scaling_state
+    from .scaling.frozen_scales import freeze_scales
+    from .scaling.state import ScalingState, scaling_state
     from .target import Target
+    from .training.attach import Training, attach
+    from .training.loss_scaler import LossScaler
+    from .training.master_weights import MasterWeights
 
 __all__ = [
     "Backend",
@@ -72,31 +70,31 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Backend": "backend",
-    "Calibration": "calibration",
+    "Backend": "backend.entry_point",
+    "Calibration": "packing.calibration",
     "Config": "config",
-    "LoadedModel": "load",
-    "LossScaler": "loss_scaler",
-    "MasterWeights": "master_weights",
+    "LoadedModel": "aot_package.load",
+    "LossScaler": "training.loss_scaler",
+    "MasterWeights": "training.master_weights",
     "NVFP4Weight": "kernels.nvfp4.weight",
-    "PackReport": "pack_report",
-    "PackedLinear": "packed_linear",
+    "PackReport": "packing.pack_report",
+    "PackedLinear": "packing.packed_linear",
     "Report": "report",
-    "ScalingState": "scaling_state",
+    "ScalingState": "scaling.state",
     "Target": "target",
-    "Training": "attach",
-    "attach": "attach",
-    "calibrate": "calibrate",
-    "explain": "explain",
-    "export": "export",
-    "freeze_scales": "frozen_scales",
-    "load": "load",
-    "load_checkpoint": "checkpoint",
-    "pack": "pack",
-    "pack_folder": "pack_folder",
+    "Training": "training.attach",
+    "attach": "training.attach",
+    "calibrate": "packing.calibrate",
+    "explain": "backend.explain",
+    "export": "aot_package.export",
+    "freeze_scales": "scaling.frozen_scales",
+    "load": "aot_package.load",
+    "load_checkpoint": "packing.checkpoints.save_and_load",
+    "pack": "packing.pack",
+    "pack_folder": "packing.checkpoints.folder",
     "quantize_nvfp4": "kernels.nvfp4.quantize",
-    "save_checkpoint": "checkpoint",
-    "scaling_state": "scaling_state",
+    "save_checkpoint": "packing.checkpoints.save_and_load",
+    "scaling_state": "scaling.state",
 }
 
 
@@ -110,15 +108,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-class _FrontDoor(types.ModuleType):
-    """``fp8_compile.export`` is the function, whoever has imported the module of that name."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, types.ModuleType) and _HOMES.get(name) == name:
-            value = getattr(value, name)
-        super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _FrontDoor

@@ -5,13 +5,11 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-import operator
 import os
 from typing import Any, Mapping
 
-from torch._inductor import config as inductor_config
-
 from .target import Target
+from .torch_internals.inductor import unknown_options
 
 RECIPES = ("delayed", "tensorwise", "rowwise", "blockwise")
 FORMATS = ("e4m3", "e5m2")
@@ -174,12 +172,8 @@ def _check_known(options: Mapping[str, Any]) -> None:
 
 
 def _check_inductor(overrides: Mapping[str, Any]) -> None:
-    for name in overrides:
-        try:
-            operator.attrgetter(str(name).replace("-", "_"))(inductor_config)
-        except AttributeError:
-            hint = _nearest(str(name), inductor_config.get_config_copy())
-            raise ValueError(f"inductor has no option {name!r}{hint}; see torch._inductor.config") from None
+    for name, known in unknown_options(overrides).items():
+        raise ValueError(f"inductor has no option {name!r}{_nearest(name, known)}; see torch._inductor.config")
 
 
 def _default(name: str) -> Any:

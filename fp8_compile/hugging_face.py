@@ -22,7 +22,7 @@ from accelerate.utils import DynamoBackend
 from transformers import TrainerCallback
 from transformers.trainer import OPTIMIZER_NAME
 
-from .attach import Training, attach
+from .training.attach import Training, attach
 
 STATE_FILE = "fp8_training.pt"
 

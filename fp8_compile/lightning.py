@@ -13,7 +13,7 @@ from typing import Any
 
 from lightning.pytorch import Callback
 
-from .attach import Training, attach
+from .training.attach import Training, attach
 
 
 class Fp8Callback(Callback):

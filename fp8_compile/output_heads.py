@@ -17,6 +17,8 @@ from typing import Any, Iterable, Iterator, Mapping
 
 from torch import Tensor, fx, nn
 
+from .torch_internals.modules import WRAPPED
+
 # By the last component that is a name.
 OUTPUT_HEADS = ("lm_head", "embed_out", "output_head", "head")
 NAMED = "excluded: output head"
@@ -40,7 +42,7 @@ def output_heads(root: nn.Module, gm: fx.GraphModule, tensors: Mapping[fx.Node, 
 def own_name(module: str) -> str:
     """The last component that is a name: ``head`` of ``head.0``, and of what ``torch.compile`` wrapped there."""
     parts = reversed(module.split("."))
-    return next((part for part in parts if not part.isdigit() and part != "_orig_mod"), "")
+    return next((part for part in parts if not part.isdigit() and part != WRAPPED), "")
 
 
 def _embeddings(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -6,7 +6,7 @@ import collections
 import dataclasses
 from typing import Any, Iterable, Sequence
 
-from fp8_compile.passes.row import Row
+from .passes.graph.row import Row
 
 REASONS_IN_SUMMARY = 4
 

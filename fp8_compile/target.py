@@ -11,7 +11,7 @@ import re
 
 import torch
 
-from fp8_compile.kernels.formats import E4M3, E4M3_FNUZ, E5M2, E5M2_FNUZ, Format
+from .kernels.formats import E4M3, E4M3_FNUZ, E5M2, E5M2_FNUZ, Format
 
 RECIPES_EVERYWHERE = frozenset({"tensorwise", "delayed"})
 

@@ -11,6 +11,8 @@ from typing import Any, Callable, Collection
 import torch
 from torch import Tensor
 
+from fp8_compile.torch_internals.graphs import schema_of
+
 FP32 = (torch.float32,)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INDICES = (torch.int64, torch.int32)
@@ -79,7 +81,7 @@ def on_one_device(op: str, fake: Callable[..., Any]) -> Callable[..., Any]:
         tensors = [one for one in (*given, *named.values()) if type(one) in (Tensor, torch.nn.Parameter)]
         metas = [one.is_meta for one in tensors]
         if any(metas) and not all(metas):
-            schema = getattr(torch.ops.fp8_compile, op).default._schema
+            schema = schema_of(getattr(torch.ops.fp8_compile, op).default)
             wrong = [argument.name for argument, one in zip(schema.arguments, given) if getattr(one, "is_meta", False)]
             raise ValueError(
                 f"fp8_compile::{op}: {', '.join(wrong)}: expected all tensors on one device, got some on meta and "

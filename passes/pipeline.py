@@ -10,37 +10,38 @@ import sys
 from typing import Protocol, Sequence
 
 from torch import fx
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-from fp8_compile.kernels import peak_estimate
+from fp8_compile.kernels.inductor import peak_estimate
+from fp8_compile.torch_internals.custom_pass import CustomGraphPass
+from fp8_compile.torch_internals.inductor import hash_of_files
 
-from .add_in_gemm import AddInGemm
-from .call_cpu_kernels import CallCpuKernels
-from .decide import Rules
-from .delay_scales import DelayScales
-from .find_matmuls import is_backward
-from .flag_overflow_in_place import FlagOverflowInPlace
-from .fuse_casts import FuseCasts
-from .fuse_delayed_quantizes import FuseDelayedQuantizes
+from .graph.row import Row
 from .graph_pass import GraphPass
-from .launch_quantizes import LaunchQuantizes
-from .lower_quantizes import LowerQuantizes
-from .lower_scaled_mm_cpu import LowerScaledMmForCpu
-from .multiply_experts import MultiplyExperts, StackNames
-from .multiply_packed import MultiplyPacked
-from .open_one_row import OpenOneRow
-from .pair_quantizes import PairQuantizes
-from .read_again import ForgetCopies, ReadAgain
-from .record_amaxes import RecordAmaxes
-from .relayout_bytes import RelayoutBytes
-from .rewrite_matmuls import RewriteMatmuls
-from .row import Row
-from .scale_loss import ScaleLoss
-from .share_quantizes import ShareQuantizes
-from .sum_in_quantizes import SumInQuantizes
-from .unscale_nonlinear import UnscaleNonlinear
-from .update_in_place import UpdateInPlace
-from .use_weight_cache import CachedWeights, UseWeightCache
+from .joint.allow_recompute import ForgetCopies, ReadAgain
+from .joint.decide import Rules
+from .joint.delay_scales import DelayScales
+from .joint.find_matmuls import is_backward
+from .joint.lower_quantizes import LowerQuantizes
+from .joint.lower_scaled_mm_cpu import LowerScaledMmForCpu
+from .joint.multiply_experts import MultiplyExperts, StackNames
+from .joint.multiply_packed import MultiplyPacked
+from .joint.pair_quantizes import PairQuantizes
+from .joint.record_amaxes import RecordAmaxes
+from .joint.rewrite_matmuls import RewriteMatmuls
+from .joint.scale_loss import ScaleLoss
+from .joint.share_quantizes import ShareQuantizes
+from .joint.unscale_nonlinear import UnscaleNonlinear
+from .joint.use_weight_cache import CachedWeights, UseWeightCache
+from .split.add_in_gemm import AddInGemm
+from .split.call_cpu_kernels import CallCpuKernels
+from .split.decompose_single_row import OpenOneRow
+from .split.flag_overflow_in_place import FlagOverflowInPlace
+from .split.fuse_casts import FuseCasts
+from .split.fuse_delayed_quantizes import FuseDelayedQuantizes
+from .split.launch_quantizes import LaunchQuantizes
+from .split.relayout_bytes import RelayoutBytes
+from .split.sum_in_quantizes import SumInQuantizes
+from .split.update_in_place import UpdateInPlace
 
 log = logging.getLogger("fp8_compile.passes")
 peak_estimate.install()
@@ -55,7 +56,7 @@ def source_hash() -> str:
     """A hash of every source file of the package, in whichever room: other code, other cache entries."""
     kinds = ("*.py", "*.cpp", "*.h")
     files = sorted({str(file) for folder in FOLDERS for kind in kinds for file in folder.rglob(kind)})
-    return get_hash_for_files(tuple(files)).hex()
+    return hash_of_files(files)
 
 
 # When imported: a file edited later must not lend its name to code made by the old one.

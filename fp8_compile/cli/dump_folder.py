@@ -23,7 +23,7 @@ def graph_folders(folder: Path) -> list[Path]:
 
 def read_reports(path: Path) -> list[dict[str, Any]]:
     """The reports of a folder, or of one file."""
-    from fp8_compile.report_page import read_json
+    from fp8_compile.reporting.report_page import read_json
 
     files = [path] if path.is_file() else [folder / "report.json" for folder in graph_folders(path)]
     reports = [read_json(file) for file in files]

@@ -18,7 +18,8 @@ from typing import Callable, Literal
 
 import torch
 
-from fp8_compile import onednn
+from fp8_compile.torch_internals import onednn
+from fp8_compile.torch_internals.inductor import NoCompiler, cache_folder, cpp_compiler
 
 Status = Literal["ok", "note", "bad"]
 # Flags of /proc/cpuinfo that our kernels and Inductor's code make use of, the best last.
@@ -118,12 +119,10 @@ def bf16() -> Check:
 
 
 def compiler() -> Check:
-    from torch._inductor.cpp_builder import get_cpp_compiler
-
     remedy = "apt-get install g++ (or the like), or set CXX to a C++17 compiler with OpenMP"
     try:
-        path = get_cpp_compiler()
-    except Exception as error:  # Inductor's InvalidCxxCompiler
+        path = cpp_compiler()
+    except NoCompiler as error:
         return Check("C++ compiler", "bad", str(error).splitlines()[0], remedy)
     if shutil.which(path) is None:
         return Check("C++ compiler", "bad", f"{path} is not there", remedy)
@@ -160,10 +159,8 @@ def cpu_kernels() -> Check:
 
 
 def cache() -> Check:
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
     try:
-        folder = cache_dir()  # makes it
+        folder = cache_folder()  # makes it
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:

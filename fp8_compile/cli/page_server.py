@@ -103,7 +103,7 @@ class Pages(http.server.BaseHTTPRequestHandler):
         super().__init__(*args)
 
     def do_GET(self) -> None:  # noqa: N802  (named by http.server)
-        from fp8_compile.report_page import load, page
+        from fp8_compile.reporting.report_page import load, page
 
         # A name that resolves to this machine would let a page of somebody else's read ours.
         if self.headers.get("Host", "").rpartition(":")[0] not in (LOOPBACK, "localhost"):
@@ -151,7 +151,7 @@ def check_inside(root: Path, folder: Path) -> None:
 
 def index(root: Path, folders: dict[str, Path]) -> str:
     """A page that lists the graphs of a run; one that can't be read says why, and the others are there."""
-    from fp8_compile.report_page import source
+    from fp8_compile.reporting.report_page import source
 
     rows = []
     for name, folder in folders.items():

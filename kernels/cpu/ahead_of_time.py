@@ -16,8 +16,9 @@ from torch.utils.cpp_extension import include_paths
 from fp8_compile.kernels import experts, fp8_weight
 from fp8_compile.kernels.fp8_inputs import quantize_inputs_op
 from fp8_compile.kernels.nvfp4.ops import mm_op
+from fp8_compile.torch_internals.inductor import cpp_compiler
 
-from .compiler import compiled_objects, get_cpp_compiler, run_compiler, source_texts
+from .compiler import compiled_objects, run_compiler, source_texts
 from .isa import Isa, cpu_features
 from .kept_files import kept
 from .library import FLAGS, SOURCES, working_isa
@@ -59,7 +60,7 @@ def linkable() -> pathlib.Path:
     isa = working_isa()
     if isa is None:
         raise ValueError("export needs a C++ compiler, and none was found: install g++, or set CXX to one")
-    compiler = get_cpp_compiler()
+    compiler = cpp_compiler()
     flags = (*FLAGS, "-fvisibility=hidden", *isa.flags)
     key = repr((source_texts(), flags, SOURCES, compiler, include_paths()))
     return kept(f"libfp8_compile_{isa.name}", ".a", key, functools.partial(_compile, [compiler, *flags]))

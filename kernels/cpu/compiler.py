@@ -10,6 +10,8 @@ import shutil
 import subprocess
 from typing import Mapping
 
+from fp8_compile.torch_internals.inductor import cpp_compilers_searched
+
 from .isa import Isa
 
 FOLDER = pathlib.Path(__file__).parent
@@ -19,23 +21,9 @@ class CompilationError(RuntimeError):
     """The compiler is there, but does not compile our sources."""
 
 
-def get_cpp_compiler() -> str:
-    """The one that Inductor uses."""
-    from torch._inductor import cpp_builder  # it takes seconds, which who loads a package need not spend
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    try:
-        return cpp_builder.get_cpp_compiler()
-    except OSError as error:  # what CXX names is there, but is not a program
-        raise InvalidCxxCompiler from error
-
-
 def why_none() -> str:
     """What is wrong where Inductor finds no compiler, and the remedy."""
-    from torch._inductor import config
-
-    searched = config.cpp.cxx if isinstance(config.cpp.cxx, (list, tuple)) else (config.cpp.cxx,)
-    for name in filter(None, searched):
+    for name in cpp_compilers_searched():
         if problem := _problem_of(name):
             return problem
     return (

@@ -27,6 +27,8 @@ import tempfile
 import time
 from typing import Callable, Iterator
 
+from fp8_compile.torch_internals import inductor
+
 log = logging.getLogger("fp8_compile")
 
 LONGEST_WAIT = 300  # seconds for another process that makes the same file
@@ -73,9 +75,7 @@ def kept(stem: str, suffix: str, key: str, make: Make) -> pathlib.Path:
 
 def cache_folder() -> pathlib.Path:
     """Where files are kept; not made yet, perhaps."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    return pathlib.Path(cache_dir()) / "fp8_compile" / "kernels"
+    return pathlib.Path(inductor.cache_folder()) / "fp8_compile" / "kernels"
 
 
 def _kept_in(folder: pathlib.Path, name: str, make: Make) -> pathlib.Path:

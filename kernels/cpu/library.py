@@ -11,10 +11,11 @@ import functools
 import logging
 import pathlib
 
+from fp8_compile.torch_internals.inductor import NoCompiler, cpp_compiler
+
 from .compiler import (
     CompilationError,
     compiled_objects,
-    get_cpp_compiler,
     is_too_old,
     run_compiler,
     source_texts,
@@ -42,11 +43,9 @@ SOURCES = {
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """The kernels for this CPU, or None, with a warning once, where there is no compiler that works."""
-    from torch._inductor.exc import InvalidCxxCompiler
-
     try:
-        compiler = get_cpp_compiler()
-    except InvalidCxxCompiler:
+        compiler = cpp_compiler()
+    except NoCompiler:
         log.warning("%s. Until then FP8 matmuls on the CPU run in plain PyTorch, slowly", why_none())
         return None
     isas = candidates()

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from fp8_compile.kernels.operands import ANY, FP32, check, check_at_least, check_value
+from fp8_compile.torch_internals.inductor import cpp_compiler
 
-from .compiler import compiled_objects, get_cpp_compiler, run_compiler, source_texts
+from .compiler import compiled_objects, run_compiler, source_texts
 from .isa import Isa
 from .kept_files import kept
 from .library import FLAGS, working_isa
@@ -26,7 +27,7 @@ SOURCES = {"nvfp4_paths.cpp": ("-ffp-contract=fast",), "nvfp4_codes.cpp": ("-ffp
 def search_library() -> ctypes.CDLL | None:
     """For this CPU; None where there is no compiler, of which ``library()`` warns."""
     isa = working_isa()
-    return None if isa is None else load(get_cpp_compiler(), isa)
+    return None if isa is None else load(cpp_compiler(), isa)
 
 
 def load(compiler: str, isa: Isa) -> ctypes.CDLL:

@@ -16,10 +16,10 @@ from torch import Tensor
 from fp8_compile.kernels import delayed_scaling as delayed_reference
 from fp8_compile.kernels import quantize as reference
 from fp8_compile.kernels.formats import BY_DTYPE, E4M3, E5M2, format_of
+from fp8_compile.kernels.inductor import loop_split
 from fp8_compile.kernels.operands import ANY, FP32, ONE, check, check_value
 from fp8_compile.kernels.quantize import AMAX_FLOOR, WHOLE
 
-from . import loop_split
 from .library import library
 from .operation import DTYPES, define
 

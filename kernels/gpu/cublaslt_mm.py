@@ -30,7 +30,8 @@ from torch._inductor.lowering import (
 from torch._inductor.virtualized import V
 from torch.utils.flop_counter import register_flop_formula
 
-from ..scaled_mm import scaled_mm
+from fp8_compile.kernels.scaled_mm import scaled_mm
+
 from .cublaslt import CublasLt, CublasLtError
 
 PROBE_SIZE = 64

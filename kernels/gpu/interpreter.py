@@ -20,7 +20,7 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-from ..formats import BY_DTYPE
+from fp8_compile.kernels.formats import BY_DTYPE
 
 TORCH = {
     tl.float64: torch.float64,

@@ -15,8 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..delayed_scaling import cast_delayed
-from ..formats import format_of
+from fp8_compile.kernels.delayed_scaling import cast_delayed
+from fp8_compile.kernels.formats import format_of
+
 from .tile import largest_magnitude, magnitude_bits, record_amax, saturated
 
 # 32 elements a thread: two 16-byte stores of FP8, four 16-byte loads of bf16 in flight.

@@ -29,9 +29,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..delayed_scaling import cast_delayed
-from ..fingerprint import PLACES, WIDTH
-from ..formats import format_of
+from fp8_compile.kernels.delayed_scaling import cast_delayed
+from fp8_compile.kernels.fingerprint import PLACES, WIDTH
+from fp8_compile.kernels.formats import format_of
+
 from .fingerprint import sampled_fingerprint
 from .quantize_transpose import BLOCK_C, BLOCK_R, NUM_WARPS, tiles
 from .tile import VIA, largest_magnitude, loaded, magnitude_bits, record_amax, saturated

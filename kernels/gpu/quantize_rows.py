@@ -23,9 +23,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..formats import format_of
-from ..quantize import WHOLE, quantize
-from ..quantize_both import Both, empty_results, quantize_both
+from fp8_compile.kernels.formats import format_of
+from fp8_compile.kernels.quantize import WHOLE, quantize
+from fp8_compile.kernels.quantize_both import Both, empty_results, quantize_both
+
 from .tile import VIA, loaded, magnitude_bits, saturated, scales_of
 
 BLOCK_OF_ROWS = (1, WHOLE)

@@ -18,8 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..delayed_scaling import cast_delayed
-from ..formats import format_of
+from fp8_compile.kernels.delayed_scaling import cast_delayed
+from fp8_compile.kernels.formats import format_of
+
 from .tile import largest_magnitude, magnitude_bits, record_amax, saturated
 
 # 64 x 64: a thread of four warps holds 32 elements, two 16-byte stores of each layout, and the rows of both outputs are

@@ -22,7 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..formats import Format, format_of
+from fp8_compile.kernels.formats import Format, format_of
+
 from .tile import largest_magnitude, magnitude_bits, record_amax, saturated
 
 BLOCK, NUM_WARPS = 4096, 4

@@ -24,8 +24,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..delayed_scaling import limits_of
-from ..delayed_scaling import update as reference
+from fp8_compile.kernels.delayed_scaling import limits_of
+from fp8_compile.kernels.delayed_scaling import update as reference
+
 from .tile import reciprocal
 
 __all__ = ["ALGORITHMS", "reference", "update_scales", "update_scales_kernel"]

@@ -15,8 +15,8 @@ from instruction_sets import share_kernels
 from torch import nn
 
 from fp8_compile import Report
-from fp8_compile.passes.row import Row
-from fp8_compile.report_cache import ReportCache
+from fp8_compile.backend.report_cache import ReportCache
+from fp8_compile.passes.graph.row import Row
 
 # Compiles models of one layer, each of the same size, and prints what the backend says of each.
 SCRIPT = """

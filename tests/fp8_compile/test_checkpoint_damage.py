@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from fp8_compile import load_checkpoint, pack, pack_folder, save_checkpoint
-from fp8_compile.checkpoint_files import INDEX
+from fp8_compile.packing.checkpoints.files import INDEX
 
 Tensors = dict[str, Tensor]
 FORMATS = {"compressed-tensors": "nvfp4", "modelopt": "nvfp4", "fp8": "fp8"}

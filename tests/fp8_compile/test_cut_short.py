@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-import fp8_compile.export  # noqa: F401  its module is looked up below: the name is the function's
+import fp8_compile.aot_package.export  # noqa: F401  its module is looked up below: the name is the function's
 from fp8_compile import load_checkpoint, pack, pack_folder, save_checkpoint, whole_files
-from fp8_compile.sharded_checkpoint import load_scaling_state
+from fp8_compile.scaling.distributed_checkpoint import load_scaling_state
 
 # One process for all, since importing torch takes longer than everything else here: each scenario is a fork of it that
 # kills itself with signal 9.

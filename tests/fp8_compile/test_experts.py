@@ -26,7 +26,7 @@ from uncompiled import UncompiledBackend
 
 import fp8_compile
 from fp8_compile import Backend, Config, explain
-from fp8_compile.passes.row import Row
+from fp8_compile.passes.graph.row import Row
 
 EXPERTS, K, N = 3, 32, 48
 SIZES = [(5, 0, 11), (0, 16, 0), (2, 7, 7), (16, 0, 0), (0, 0, 16), (1, 1, 14)]

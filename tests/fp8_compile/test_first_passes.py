@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from uncompiled import UncompiledBackend
 
 from fp8_compile import Config, scaling_state
-from fp8_compile.delayed import FIRST_PASSES
+from fp8_compile.backend.runner import FIRST_PASSES
 
 D, HIDDEN, TOKENS = 32, 48, 16
 each_target = pytest.mark.parametrize("target", ["cpu", "cuda:90"])

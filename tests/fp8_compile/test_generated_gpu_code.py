@@ -27,8 +27,9 @@ from interpreted_step import (
 )
 from torch import Tensor, nn
 
-from fp8_compile import graph_loss_scale, scaling_state
+from fp8_compile import scaling_state
 from fp8_compile.kernels.delayed_scaling import ABSENT
+from fp8_compile.scaling import loss_scale as graph_loss_scale
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 

@@ -19,8 +19,8 @@ from torch import nn
 from uncompiled import NO_CACHE, UncompiledBackend, compile_uncompiled
 
 from fp8_compile import Backend, Config
-from fp8_compile.backend import compile_graph
-from fp8_compile.explain import run_uncompiled
+from fp8_compile.backend.explain import run_uncompiled
+from fp8_compile.backend.graph import compile_graph
 
 RECIPES = ["tensorwise", "rowwise", "blockwise"]
 each_recipe = pytest.mark.parametrize("recipe", RECIPES)

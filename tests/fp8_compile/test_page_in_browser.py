@@ -16,7 +16,7 @@ from typing import Any, Callable
 import pytest
 from made_up_dump import write_dump
 
-from fp8_compile.report_page import refresh
+from fp8_compile.reporting.report_page import refresh
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="the selenium package drives the browser: it is missing")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from fp8_compile import Report
-from fp8_compile.passes.row import Row
+from fp8_compile.passes.graph.row import Row
 from fp8_compile.report import merge
 
 ROWS = (

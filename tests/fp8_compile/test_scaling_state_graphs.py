@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from uncompiled import UncompiledBackend
 
-from fp8_compile import Config, delayed, graph_pool, scaling_state
+from fp8_compile import Config, scaling_state
+from fp8_compile.backend import runner as delayed
+from fp8_compile.scaling import graph_slots as graph_pool
 
 D = 32
 ROLES = ("input", "weight", "grad_output")

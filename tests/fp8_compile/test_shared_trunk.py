@@ -86,7 +86,7 @@ class Pair:
         return copy.deepcopy([*self.models[which].out.parameters()])
 
     def scale_in_graphs(self, which: int) -> set[float]:
-        part = self.trains[which].part(fp8_compile.loss_scaling.LossScaling)
+        part = self.trains[which].part(fp8_compile.training.loss_scaling.LossScaling)
         return {graphs.value for graphs in part.graphs}
 
 
@@ -162,7 +162,7 @@ def test_a_skipped_step_of_one_does_not_undo_that_of_the_other(way: str, both: b
 
 
 def states(model: nn.Module) -> dict[str, Tensor]:
-    found = fp8_compile.scaling_state.__globals__["states_within"](model)
+    found = fp8_compile.scaling.state.__globals__["states_within"](model)
     return {
         f"{type(model).__name__}{module}{key}": row
         for module, s in found.items()

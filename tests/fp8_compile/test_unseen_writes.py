@@ -13,12 +13,12 @@ from interpreted import interpreted
 from torch import nn
 
 import fp8_compile
-from fp8_compile import weight_cache
 from fp8_compile.kernels.delayed_scaling import DEQUANT, QUANT, cast_delayed
 from fp8_compile.kernels.fingerprint import sample_offsets
 from fp8_compile.kernels.gpu import quantize_many, quantize_transpose, tile
-from fp8_compile.weight_cache import CachedWeight, WeightCache
-from fp8_compile.weight_sampler import Sampler
+from fp8_compile.scaling import weight_cache
+from fp8_compile.scaling.weight_cache import CachedWeight, WeightCache
+from fp8_compile.scaling.weight_sampler import Sampler
 
 
 def new_model() -> nn.Module:

@@ -34,12 +34,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from fp8_compile import ScalingState, load_checkpoint, pack, pack_folder, save_checkpoint
-from fp8_compile.checkpoint_files import INDEX
-from fp8_compile.package_manifest import Manifest, here, read_manifest
-from fp8_compile.passes.row import Row
+from fp8_compile.aot_package.manifest import Manifest, here, read_manifest
+from fp8_compile.packing.checkpoints.files import INDEX
+from fp8_compile.passes.graph.row import Row
 from fp8_compile.report import Report
-from fp8_compile.report_page import load as load_page
-from fp8_compile.report_page import page
+from fp8_compile.reporting.report_page import load as load_page
+from fp8_compile.reporting.report_page import page
 
 EXPECTED = (ValueError, TypeError, OSError)
 HANG_SECONDS, MOST_GROWTH = 5, 1 << 30

@@ -287,9 +287,9 @@ def work(path: str, seconds: float, seed: int, only: str | None) -> None:
 
 def runtime() -> list[str] | None:
     """The sanitizers' libraries, or None where the compiler has none."""
-    from fp8_compile.kernels.cpu.compiler import get_cpp_compiler
+    from fp8_compile.torch_internals.inductor import cpp_compiler
 
-    compiler = get_cpp_compiler()
+    compiler = cpp_compiler()
     with tempfile.TemporaryDirectory() as folder:
         command = [compiler, *SANITIZE, "-shared", "-fPIC", "-x", "c++", os.devnull, "-o", f"{folder}/empty.so"]
         if subprocess.run(command, capture_output=True).returncode:
@@ -302,10 +302,11 @@ def runtime() -> list[str] | None:
 def compiled(isa: Any) -> pathlib.Path:
     """All kernels with the sanitizers in them, for an instruction set."""
     from fp8_compile.kernels.cpu import library, nvfp4_search
-    from fp8_compile.kernels.cpu.compiler import compiled_objects, get_cpp_compiler, run_compiler, source_texts
+    from fp8_compile.kernels.cpu.compiler import compiled_objects, run_compiler, source_texts
     from fp8_compile.kernels.cpu.kept_files import kept
+    from fp8_compile.torch_internals.inductor import cpp_compiler
 
-    compiler, sources = get_cpp_compiler(), {**library.SOURCES, **nvfp4_search.SOURCES}
+    compiler, sources = cpp_compiler(), {**library.SOURCES, **nvfp4_search.SOURCES}
 
     def make(folder: pathlib.Path) -> pathlib.Path:
         objects = compiled_objects([compiler, *FLAGS, *isa.flags], sources, folder)

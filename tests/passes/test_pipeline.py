@@ -19,8 +19,8 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from uncompiled import UncompiledBackend
 
 from fp8_compile import Config
-from fp8_compile.backend import compile_graph
-from fp8_compile.explain import run_uncompiled
+from fp8_compile.backend.explain import run_uncompiled
+from fp8_compile.backend.graph import compile_graph
 from fp8_compile.passes import pipeline
 from fp8_compile.passes.pipeline import JointPipeline, SplitPipeline
 

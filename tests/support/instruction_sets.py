@@ -20,7 +20,7 @@ RUNNABLE[USED] = isa.candidates()[0]
 
 def kernels_for(name: str) -> ctypes.CDLL:
     """The kernels with the instructions of a name in ``RUNNABLE``."""
-    loaded = library.load(library.get_cpp_compiler(), RUNNABLE[name])
+    loaded = library.load(library.cpp_compiler(), RUNNABLE[name])
     if not loaded.fp8_probe():
         pytest.skip(f"this CPU claims {name}, but it does not work here")
     return loaded

@@ -49,7 +49,7 @@ from torch.fx.node import map_aggregate
 from triton.runtime import interpreter
 
 from fp8_compile.kernels.gpu import cublaslt_mm
-from fp8_compile.passes.add_in_gemm import AddInGemm
+from fp8_compile.passes.split.add_in_gemm import AddInGemm
 
 GUARD = 1 << 16  # bytes on each side of a buffer: a block without a mask would not reach beyond
 GUARD_BYTE = 0xA5

@@ -22,15 +22,16 @@ from torch._inductor.compile_fx import compile_fx
 from torch._subclasses import FakeTensorMode
 
 from fp8_compile import Config, Report, Target
-from fp8_compile.backend import compile_graph, make_rules
-from fp8_compile.explain import run_uncompiled
-from fp8_compile.fast_paths import open_fast_paths
+from fp8_compile.backend.explain import run_uncompiled
+from fp8_compile.backend.fused_inference_ops import open_fast_paths
+from fp8_compile.backend.graph import compile_graph, make_rules
+from fp8_compile.backend.module_names import ModuleNames
 from fp8_compile.kernels.gpu.cublaslt_mm import cublaslt_mm_op
-from fp8_compile.module_names import ModuleNames, Selection
-from fp8_compile.passes.decide import Rules
-from fp8_compile.passes.find_matmuls import Matmul, OtherMatmul, find_matmuls
 from fp8_compile.passes.graph_pass import GraphPass
+from fp8_compile.passes.joint.decide import Rules
+from fp8_compile.passes.joint.find_matmuls import Matmul, OtherMatmul, find_matmuls
 from fp8_compile.passes.pipeline import JointPipeline
+from fp8_compile.selection import Selection
 
 aten = torch.ops.aten
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from fp8_compile.graph_stages import TEXTS, Stage, encode, mark_sites, slots_by_site
-from fp8_compile.passes.row import Row
+from fp8_compile.passes.graph.row import Row
 from fp8_compile.report import Report
-from fp8_compile.traffic import estimate
+from fp8_compile.reporting.graph_stages import TEXTS, Stage, encode, mark_sites, slots_by_site
+from fp8_compile.reporting.traffic import estimate
 
 MATRIX = 64 * 64
 

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from uncompiled import UncompiledBackend
 
 import fp8_compile
-from fp8_compile.sharded_checkpoint import load_scaling_state
+from fp8_compile.scaling.distributed_checkpoint import load_scaling_state
 
 WIDTH, HIDDEN, ROWS = 32, 64, 32
 SECONDS = 300

@@ -12,8 +12,8 @@ import torch
 from torch import fx, nn
 
 from fp8_compile import Config, Report
-from fp8_compile.backend import compile_graph
-from fp8_compile.uncompiled import run_uncompiled
+from fp8_compile.backend.graph import compile_graph
+from fp8_compile.backend.interpret import run_uncompiled
 
 NO_CACHE = {"force_disable_caches": True}
 

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import fp8_compile
-
-from ..terminal import complain, say
+from fp8_compile.cli.terminal import complain, say
 
 HELP = "run the benchmark tables"
 

@@ -14,8 +14,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..dump_folder import read_reports
-from ..terminal import coloured, safe, say
+from fp8_compile.cli.dump_folder import read_reports
+from fp8_compile.cli.terminal import coloured, safe, say
 
 HELP = "compare two reports"
 COMPARED = ("decision", "reason", "shape", "formats", "op", "weight")

@@ -10,7 +10,7 @@ import argparse
 import dataclasses
 import json
 
-from ..terminal import coloured, safe
+from fp8_compile.cli.terminal import coloured, safe
 
 HELP = "check this machine, with remedies"
 SIGNS = {"ok": ("ok  ", "green"), "note": ("note", "yellow"), "bad": ("BAD ", "red")}
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from ..machine import examine
+    from fp8_compile.cli.machine import examine
 
     checks = examine(compile_a_model=options.compile)
     if options.json:

@@ -14,13 +14,13 @@ from __future__ import annotations
 import argparse
 import ast
 import json
-import logging
 import re
 import shlex
 from pathlib import Path
 from typing import Any
 
-from ..terminal import say
+from fp8_compile.cli.terminal import say
+from fp8_compile.torch_internals.graphs import quiet_fake_tensors
 
 HELP = "report on a model without training it"
 
@@ -45,8 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     import fp8_compile
-
-    from ..model_source import load_factory, load_huggingface, parse_input
+    from fp8_compile.cli.model_source import load_factory, load_huggingface, parse_input
 
     config = fp8_compile.Config(**config_fields(options))
     if Path(options.model).is_dir():
@@ -60,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
             f"{options.model} gives a model but no inputs; return (model, args) from it, or give --input DTYPE[SIZES]"
         )
     if not options.traceback:  # torch logs the traceback of an operation that fails, before we can say what is wrong
-        logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
+        quiet_fake_tensors()
     try:
         report = fp8_compile.explain(model, args=args, kwargs=kwargs, config=config)
     except RuntimeError as error:  # what Dynamo makes of an error in the model's own code

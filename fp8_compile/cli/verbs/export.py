@@ -19,7 +19,8 @@ import re
 from pathlib import Path
 from typing import Any, Sequence
 
-from ..terminal import say
+from fp8_compile.cli.terminal import say
+
 from .explain import innermost
 
 HELP = "export a model to a package that runs without Python"
@@ -50,8 +51,7 @@ def run(options: argparse.Namespace) -> int:
     from torch import nn
 
     import fp8_compile
-
-    from ..model_source import load_batches, load_factory, load_huggingface_weights
+    from fp8_compile.cli.model_source import load_batches, load_factory, load_huggingface_weights
 
     if Path(options.model).is_dir():
         model, args, kwargs = load_huggingface_weights(Path(options.model), options.batch, options.tokens)

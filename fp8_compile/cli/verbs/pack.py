@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ..terminal import say
+from fp8_compile.cli.terminal import say
 
 HELP = "pack a Hugging Face folder to NVFP4"
 

@@ -13,9 +13,9 @@ import argparse
 import webbrowser
 from pathlib import Path
 
-from ..dump_folder import graph_folders
-from ..page_server import LOOPBACK, PageServer
-from ..terminal import say
+from fp8_compile.cli.dump_folder import graph_folders
+from fp8_compile.cli.page_server import LOOPBACK, PageServer
+from fp8_compile.cli.terminal import say
 
 HELP = "look at a dump folder in the browser"
 

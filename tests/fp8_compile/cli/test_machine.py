@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8_compile import onednn
 from fp8_compile.cli import machine
 from fp8_compile.cli.command import main
+from fp8_compile.torch_internals import onednn
 
 
 def test_a_check_that_breaks_is_red_and_says_of_what() -> None:

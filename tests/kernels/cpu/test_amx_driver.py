@@ -26,7 +26,7 @@ def run(folder: pathlib.Path, kernels: str) -> tuple[int, list[str]]:
     """Exit code and lines of the driver with a library or a source of kernels."""
     program = str(folder / "driver")
     library.run_compiler(
-        [[library.get_cpp_compiler(), "-O2", "-std=c++17", f"-I{FOLDER}", str(DRIVER), kernels, "-o", program]]
+        [[library.cpp_compiler(), "-O2", "-std=c++17", f"-I{FOLDER}", str(DRIVER), kernels, "-o", program]]
     )
     done = subprocess.run([program, "2"], capture_output=True, text=True)
     return done.returncode, done.stdout.splitlines()

@@ -10,9 +10,9 @@ import subprocess
 
 import pytest
 from torch._inductor import config
-from torch._inductor.exc import InvalidCxxCompiler
 
 from fp8_compile.kernels.cpu import isa, library
+from fp8_compile.torch_internals.inductor import NoCompiler
 
 
 def test_a_compiler_that_fails_is_an_error_with_its_words_and_the_remedy(tmp_path, monkeypatch) -> None:
@@ -28,9 +28,9 @@ def test_a_compiler_that_fails_is_an_error_with_its_words_and_the_remedy(tmp_pat
 
 def test_without_a_compiler_there_is_one_warning_with_the_remedy_and_no_library(monkeypatch, caplog) -> None:
     def no_compiler() -> str:
-        raise InvalidCxxCompiler
+        raise NoCompiler
 
-    monkeypatch.setattr(library, "get_cpp_compiler", no_compiler)
+    monkeypatch.setattr(library, "cpp_compiler", no_compiler)
     found = functools.cache(library.library.__wrapped__)
     with caplog.at_level(logging.WARNING, "fp8_compile"):
         assert found() is None and found() is None
@@ -75,7 +75,7 @@ def test_a_compiler_that_compiles_nothing_is_not_called_too_old(tmp_path, monkey
     compiler.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho out of order >&2\nexit 1\n')
     compiler.chmod(0o755)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(library, "get_cpp_compiler", lambda: str(compiler))
+    monkeypatch.setattr(library, "cpp_compiler", lambda: str(compiler))
     with pytest.raises(library.CompilationError, match="out of order"):
         library.library.__wrapped__()
     assert "too old" not in caplog.text
@@ -116,7 +116,7 @@ def test_a_compiler_older_than_the_cpu_gives_the_best_it_knows_and_a_warning(tmp
     compiler.chmod(0o755)
     monkeypatch.delenv(isa.VARIABLE, raising=False)
     monkeypatch.setattr(isa, "cpu_features", lambda: isa.ISAS["amx"].needs)
-    monkeypatch.setattr(library, "get_cpp_compiler", lambda: str(compiler))
+    monkeypatch.setattr(library, "cpp_compiler", lambda: str(compiler))
     monkeypatch.setattr(library, "load", load)
     with caplog.at_level(logging.WARNING, "fp8_compile"):
         assert library.library.__wrapped__().isa.name == "avx512_bf16"
@@ -137,7 +137,7 @@ def test_a_machine_that_grants_tiles_and_does_not_have_them_is_found_out(tmp_pat
         "int main() { return fp8_probe(); }\n"
     )
     sources = {"scaled_mm.cpp": library.SOURCES["scaled_mm.cpp"], str(tmp_path / "main.cpp"): ()}
-    command = [library.get_cpp_compiler(), *library.FLAGS, *isa.ISAS["amx"].flags]
+    command = [library.cpp_compiler(), *library.FLAGS, *isa.ISAS["amx"].flags]
     objects = library.compiled_objects(command, sources, tmp_path)
     library.run_compiler([[*command, *objects, "-o", str(tmp_path / "probe")]])
     assert subprocess.run([tmp_path / "probe"]).returncode == 0

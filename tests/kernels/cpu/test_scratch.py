@@ -70,7 +70,7 @@ print("all", used() - start)
 
 def test_a_nested_product_and_another_thread_get_memory_of_their_own(tmp_path: pathlib.Path) -> None:
     (tmp_path / "nested.cpp").write_text(NESTED)
-    program, compiler = tmp_path / "nested", library.get_cpp_compiler()
+    program, compiler = tmp_path / "nested", library.cpp_compiler()
     flags = ["-std=c++17", "-pthread", "-I", str(FOLDER)]
     library.run_compiler([[compiler, *flags, str(tmp_path / "nested.cpp"), "-o", str(program)]])
     printed = subprocess.run([program], capture_output=True, text=True, check=True).stdout.splitlines()

@@ -119,7 +119,7 @@ def libraries() -> tuple[ctypes.CDLL, ctypes.CDLL]:
     """For this CPU, and for any."""
     own = nvfp4_search.search_library()
     assert own is not None
-    return own, nvfp4_search.load(library.get_cpp_compiler(), isa.ISAS["portable"])
+    return own, nvfp4_search.load(library.cpp_compiler(), isa.ISAS["portable"])
 
 
 @pytest.mark.parametrize("size, blocks, paths", [(16, 7, 5), (16, 9, 40), (32, 5, 3), (16, 1, 1)])

@@ -1,0 +1,31 @@
+"""What a configuration and a target mean for the matmuls of a graph."""
+
+from __future__ import annotations
+
+from fp8_compile.config import Config
+from fp8_compile.passes.joint.decide import Rules
+from fp8_compile.passes.joint.find_matmuls import Role
+from fp8_compile.selection import Selection
+from fp8_compile.target import Target
+
+
+def make_rules(config: Config, target: Target, selection: Selection) -> Rules:
+    """What config and target mean for a matmul."""
+    fields = {"quantize_inputs": Role.INPUT, "quantize_weights": Role.WEIGHT, "quantize_gradients": Role.GRAD_OUTPUT}
+    return Rules(
+        recipe=config.recipe,
+        target=str(target),
+        forward=target.format(config.forward_format),
+        backward=target.format(config.backward_format or config.forward_format),
+        excluded=selection.reason_against,
+        min_dim=config.min_dim,
+        unquantized=frozenset(role for field, role in fields.items() if not getattr(config, field)),
+        stochastic=frozenset({Role.GRAD_OUTPUT}) if config.stochastic_rounding else frozenset(),
+        recipe_supported=config.recipe in target.recipes,
+        alignment=target.alignment,
+        needs_k_contiguous=target.needs_k_contiguous,
+        reads_any_layout=target.reads_any_layout,
+        e5m2_by_e5m2=target.e5m2_by_e5m2,
+        only_output=target.rowwise_output if config.recipe in ("rowwise", "blockwise") else None,
+        grouped=target.grouped,
+    )

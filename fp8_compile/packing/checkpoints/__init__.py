@@ -1,0 +1,1 @@
+"""Packed weights in files that other programs read and write."""

@@ -1,0 +1,196 @@
+"""Pack a Hugging Face folder shard by shard, one layer in memory at a time.
+
+    src/model-00001-of-00002.safetensors, ...  ->  dst/ the same names, weights in NVFP4; config.json with how
+
+Weights are known by their names and shapes: matrices called ``*.weight`` that are no embedding, norm or router. Files
+get their names when they are whole, and config.json comes last, so that a run cut short leaves nothing that looks
+complete. Without the model there are no activations to weigh errors by: the methods are those that need none.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import shutil
+from typing import Any, Sequence
+
+import torch
+from tqdm import tqdm
+
+from fp8_compile.json_files import read_json
+from fp8_compile.kernels.nvfp4.quantize import METHODS, NEED_HESSIAN, own_global_scale, quantize_nvfp4
+from fp8_compile.packing.linear_layers import fused_groups
+from fp8_compile.selection import Selection
+from fp8_compile.whole_files import DTYPES, SafetensorsWriter, whole_file, write_json
+
+from . import layouts as layouts
+from .files import INDEX, open_tensors, remove_others, shard_files
+
+# Parts of a name that say that a matrix is looked up in, or too small and too important to round.
+NOT_LINEAR = ("embed", "wte", "wpe", "norm", "router", "relative_attention_bias")
+NOT_LINEAR_NAMES = ("gate", "shared", "shared_expert_gate", "ln_f")
+TRANSPOSED = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp")  # models of transformers' Conv1D
+TORCH = {name: dtype for dtype, name in DTYPES.items()}
+
+
+def pack_folder(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    method: str = "sweep",
+    layout: str = "compressed-tensors",
+    exclude: Sequence[str] = (),
+    include: Sequence[str] = ("*",),
+    progress: bool = True,
+) -> list[str]:
+    """Write a packed copy of ``src`` to ``dst``; the names of the layers that were packed come back."""
+    source, target = pathlib.Path(src), pathlib.Path(dst)
+    _check(source, target, method, layout)
+    files = shard_files(source)
+    shapes, where = _tensors_of(files)
+    chosen = _choose(shapes, Selection(tuple(include), tuple(exclude)))
+    target.mkdir(parents=True, exist_ok=True)
+    (target / "config.json").unlink(missing_ok=True)  # until the end the folder is no checkpoint
+    shared = _shared_scales(chosen, where, method)
+    weight_map: dict[str, str] = {}
+    size = 0
+    with tqdm(total=len(shapes), desc="pack", unit="tensor", disable=not progress) as bar:
+        for file in files:
+            described = _described(file, chosen, layout)
+            weight_map.update(dict.fromkeys(described, file.name))
+            size += sum(dtype.itemsize * int(torch.Size(shape).numel()) for dtype, shape in described.values())
+            with whole_file(target / file.name) as out, open_tensors(file) as tensors:
+                writer = SafetensorsWriter(out, described)
+                for key in tensors.keys():  # noqa: SIM118
+                    layer = key.removesuffix(".weight")
+                    if layer in chosen and key.endswith(".weight"):
+                        scale = shared.get(layer)
+                        weight = quantize_nvfp4(tensors.get_tensor(key), method, global_scale=scale, name=layer)
+                        for name, part in layouts.nvfp4_tensors(layer, weight, layout).items():
+                            writer.write(name, part)
+                    else:
+                        writer.write(key, tensors.get_tensor(key))
+                    bar.update()
+                writer.close()
+    if len(files) > 1:
+        write_json(target / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
+    remove_others(target, {*weight_map.values(), *([INDEX] if len(files) > 1 else [])})
+    _finish(source, target, layout, shapes, chosen)
+    return list(chosen)
+
+
+def _check(source: pathlib.Path, target: pathlib.Path, method: str, layout: str) -> None:
+    if not (source / "config.json").exists():
+        raise ValueError(f"{source} has no config.json; expected the folder of a Hugging Face model")
+    if source.resolve() == target.resolve():
+        raise ValueError(f"{target} is the folder that is read; choose another one to write to")
+    if layout not in layouts.LAYOUTS:
+        raise ValueError(f"layout={layout!r}; expected one of: {', '.join(layouts.LAYOUTS)}")
+    possible = [one for one in METHODS if one not in NEED_HESSIAN]
+    if method not in possible:
+        raise ValueError(f"method={method!r}; without the model's activations, expected one of: {', '.join(possible)}")
+    config = _config(source)
+    if "quantization_config" in config:
+        raise ValueError(f"{source} is quantized already; start from the original weights")
+    if config.get("model_type") in TRANSPOSED:
+        raise ValueError(
+            f"{source} is a {config['model_type']} model, whose weights are stored [K, N]; load the model, "
+            "fp8_compile.pack it and save_checkpoint"
+        )
+
+
+def _config(source: pathlib.Path) -> dict[str, Any]:
+    return read_json(source / "config.json", "Expected the config.json of a Hugging Face model")
+
+
+def _tensors_of(
+    files: Sequence[pathlib.Path],
+) -> tuple[dict[str, tuple[str, tuple[int, ...]]], dict[str, pathlib.Path]]:
+    """Dtype and shape of every tensor, and the file it is in, from the headers alone."""
+    shapes, where = {}, {}
+    for file in files:
+        with open_tensors(file) as tensors:
+            for key in tensors.keys():  # noqa: SIM118
+                one = tensors.get_slice(key)
+                if one.get_dtype() not in TORCH:
+                    raise ValueError(
+                        f"{file}: {key} is of dtype {one.get_dtype()}; expected one of: {', '.join(TORCH)}. Take the "
+                        "original weights"
+                    )
+                shapes[key], where[key] = (one.get_dtype(), tuple(one.get_shape())), file
+    return shapes, where
+
+
+def _choose(shapes: dict[str, tuple[str, tuple[int, ...]]], selection: Selection) -> dict[str, tuple[int, ...]]:
+    known = {part for key in shapes for part in _ancestors(key)}
+    selection.check(sorted(known))
+    chosen = {}
+    for key, (dtype, shape) in shapes.items():
+        layer = key.removesuffix(".weight")
+        if not key.endswith(".weight") or len(shape) != 2 or dtype not in ("F32", "F16", "BF16") or shape[1] % 16:
+            continue
+        if _is_linear(layer) and selection.reason_against(layer, (key,)) is None:
+            chosen[layer] = shape
+    if not chosen:
+        raise ValueError("no weight to pack: expected matrices called *.weight with K a multiple of 16; see exclude")
+    return chosen
+
+
+def _is_linear(layer: str) -> bool:
+    return layer.rpartition(".")[2] not in NOT_LINEAR_NAMES and not re.search("|".join(NOT_LINEAR), layer.lower())
+
+
+def _ancestors(key: str) -> list[str]:
+    parts = key.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+
+
+def _shared_scales(
+    chosen: dict[str, tuple[int, ...]], where: dict[str, pathlib.Path], method: str
+) -> dict[str, torch.Tensor]:
+    shared = {}
+    for group in fused_groups(chosen):
+        scales = []
+        for layer in group:
+            with open_tensors(where[f"{layer}.weight"]) as tensors:
+                scales.append(own_global_scale(tensors.get_tensor(f"{layer}.weight"), method))
+        if torch.stack(scales).isfinite().all():
+            shared.update(dict.fromkeys(group, torch.stack(scales).amax()))
+    return shared
+
+
+def _described(
+    file: pathlib.Path, chosen: dict[str, tuple[int, ...]], layout: str
+) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    described: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    with open_tensors(file) as tensors:
+        for key in tensors.keys():  # noqa: SIM118
+            layer = key.removesuffix(".weight")
+            if layer in chosen and key.endswith(".weight"):
+                described |= layouts.nvfp4_described(layer, chosen[layer], layout)
+            else:
+                one = tensors.get_slice(key)
+                described[key] = TORCH[one.get_dtype()], tuple(one.get_shape())
+    return described
+
+
+def _finish(
+    source: pathlib.Path, target: pathlib.Path, layout: str, shapes: dict[str, Any], chosen: dict[str, tuple[int, ...]]
+) -> None:
+    """Everything that is not weights is copied; the configuration says how the weights are stored."""
+    for file in source.iterdir():
+        weights = file.suffix in (".safetensors", ".bin", ".gguf", ".h5", ".onnx") or file.name.endswith(".index.json")
+        if file.is_file() and not weights and file.name != "config.json":
+            with whole_file(target / file.name) as out, open(file, "rb") as given:
+                shutil.copyfileobj(given, out)
+    # Embeddings too, which does no harm: no name tells them from layers such as ALBERT's embedding_hidden_mapping_in. A
+    # head that is tied to one is not in the files, but it is a linear layer of the model.
+    matrices = [key for key, (_, shape) in shapes.items() if key.endswith(".weight") and len(shape) == 2]
+    linear = dict.fromkeys([*(key.removesuffix(".weight") for key in matrices), "lm_head"])
+    ignore = [layer for layer in linear if layer not in chosen]
+    if layout == "modelopt":
+        write_json(target / "hf_quant_config.json", layouts.modelopt_file(ignore))
+    config = _config(source)
+    config["quantization_config"] = layouts.quantization_config(layout, "nvfp4", ignore)
+    write_json(target / "config.json", config)

@@ -1,0 +1,102 @@
+"""The layers of a model that multiply by a weight matrix: ``nn.Linear``, Conv1D as transformers writes GPT-2, and its
+FalconLinear.
+
+y = x @ weight_of(layer).T + bias         weight_of: [N, K]
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.utils import parametrize
+
+from fp8_compile.torch_internals.modules import unwrap
+
+# Layers that servers fuse into one: siblings, by the last part of their names. They share their input too.
+FUSED = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),  # DeepSeek's latent attention
+    ("query", "key", "value"),
+    ("q_lin", "k_lin", "v_lin"),
+    ("wq", "wk", "wv"),
+    ("to_q", "to_k", "to_v"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    ("wi_0", "wi_1"),
+)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The plain module behind a compiled one."""
+    module = unwrap(model)
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"expected a torch.nn.Module, plain or compiled, got {type(model).__name__}")
+    return module
+
+
+def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Every linear layer by its dotted name; one that is in two places has the first of its names."""
+    return {name: module for name, module in model.named_modules() if is_linear(module)}
+
+
+def is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or is_conv1d(module)
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """transformers' Conv1D, without importing transformers: a linear layer whose weight is [K, N]."""
+    kind = type(module)
+    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+
+
+def is_falcon_linear(module: nn.Module) -> bool:
+    """transformers' FalconLinear: ``input @ weight.T + bias``, the product rounded before the bias is added."""
+    kind = type(module)
+    return kind.__name__ == "FalconLinear" and kind.__module__ == "transformers.models.falcon.modeling_falcon"
+
+
+def weight_of(layer: nn.Module) -> Tensor:
+    """[N, K]."""
+    return layer.weight.t() if is_conv1d(layer) else layer.weight  # type: ignore[operator, return-value]
+
+
+def reason_against_packing(layer: nn.Module) -> str | None:
+    """Why a linear layer can't be another class, or None."""
+    if isinstance(layer, NonDynamicallyQuantizableLinear):
+        return "nn.MultiheadAttention reads its weight without calling it"
+    if parametrize.is_parametrized(layer):
+        return "its weight is parametrized; torch.nn.utils.parametrize.remove_parametrizations first"
+    if "weight" not in layer._parameters:
+        return "its weight is not a parameter of its own"
+    own = isinstance(layer, nn.Linear) and type(layer).forward is not nn.Linear.forward
+    if own and not is_falcon_linear(layer):
+        return f"{type(layer).__name__} computes more than a linear layer"
+    if layer.weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):  # type: ignore[union-attr]
+        return f"dtype {str(layer.weight.dtype).removeprefix('torch.')}"  # type: ignore[union-attr]
+    if layer.weight.is_meta:  # type: ignore[union-attr]
+        return "its weight is on the meta device; load it first"
+    return None
+
+
+def fused_groups(names: Iterable[str]) -> list[tuple[str, ...]]:
+    """Names that servers make one layer of, q/k/v and gate/up, siblings together; each name is in one group at most."""
+    left = dict.fromkeys(names)
+    groups = []
+    for name in list(left):
+        parent, _, own = name.rpartition(".")
+        for family in FUSED:
+            if own in family:
+                members = [f"{parent}.{one}".strip(".") for one in family]
+                found = tuple(one for one in members if one in left)
+                if len(found) > 1 and found[0] == name:
+                    groups.append(found)
+    return groups
+
+
+def natural_key(name: str) -> list[tuple[int, str | int]]:
+    """Sorts ``layers.10`` behind ``layers.9``."""
+    return [(1, int(part)) if part.isdigit() else (0, part) for part in re.split(r"[.]", name)]

@@ -1,0 +1,191 @@
+"""Mixtures of experts whose weights are packed: stacks of matrices, NVFP4 or FP8.
+
+An experts module of transformers keeps its class's forward, and with it every implementation of it (eager, grouped_mm,
+batched_mm). Its class becomes a subclass whose ``gate_up_proj`` and ``down_proj`` are properties:
+
+    experts.gate_up_proj          the weight as before, [E, N, K] or [E, K, N], dequantized when it is used
+    experts.gate_up_proj_packed   a PackedStack, whose buffers state_dict() has
+
+Under a compiler the property is one operation, which ``passes/multiply_experts.py`` knows. Otherwise it is a tensor
+that dequantizes the experts that are looked up in it, and all of them only where it is used as a whole.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from fp8_compile.kernels import experts as ops
+from fp8_compile.kernels.nvfp4.ops import STANDARD, to_standard
+from fp8_compile.kernels.nvfp4.weight import NVFP4Weight
+from fp8_compile.torch_internals.graphs import pytree
+
+from .packed_weight import NVFP4Parts, PackedWeight
+
+aten = torch.ops.aten
+
+
+class PackedStack(PackedWeight):
+    """E matrices [N, K], packed each by itself."""
+
+    experts: int
+    out_features: int  # N
+    in_features: int  # K
+    transposed: bool  # whether the module reads them as [K, N]
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, transposed: bool, parts: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.experts, self.out_features, self.in_features = shape
+        self.dtype, self.transposed = dtype, transposed
+        for name, value in parts.items():
+            self.register_buffer(name, value)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.experts, self.out_features, self.in_features
+
+    @property
+    def weight(self) -> Tensor:
+        """The stack as the module reads it."""
+        if torch.compiler.is_compiling():
+            return self.as_read(self.dequantize(self.dtype))
+        return LazyStack(self)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32, which: Tensor | None = None) -> Tensor:
+        """[E, N, K], or the matrices that ``which`` names, [*which.shape, N, K]."""
+        raise NotImplementedError
+
+    def as_read(self, matrices: Tensor) -> Tensor:
+        return matrices.transpose(-2, -1) if self.transposed else matrices
+
+    def extra_repr(self) -> str:
+        return f"experts={self.experts}, in_features={self.in_features}, out_features={self.out_features}"
+
+
+class NVFP4Stack(NVFP4Parts, PackedStack):
+    """codes uint8 [E, N, K'/2], block_scales e4m3 [E, N, K'/B], global_scale fp32 [E]."""
+
+    @classmethod
+    def of(cls, matrices: Sequence[NVFP4Weight], dtype: torch.dtype, transposed: bool) -> NVFP4Stack:
+        parts = {name: torch.stack([getattr(one, name) for one in matrices]) for name in cls.packed}
+        stack = cls((len(matrices), *matrices[0].shape), dtype, transposed, parts)
+        stack.layout, stack.block_size = STANDARD, matrices[0].block_size
+        stack.use_layout(stack._best_layout())
+        return stack
+
+    def matrix(self, expert: int) -> NVFP4Weight:
+        """One expert's weight in the standard layout."""
+        codes, block_scales = to_standard(self.codes[expert], self.block_scales[expert], self.layout)
+        return NVFP4Weight(codes, block_scales, self.global_scale[expert], self.in_features)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32, which: Tensor | None = None) -> Tensor:
+        parts = self.codes, self.block_scales, self.global_scale
+        return ops.nvfp4_dequantize_op(*parts, self.in_features, dtype, self.layout, which)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, layout={self.layout}"
+
+
+class FP8Stack(PackedStack):
+    """codes e4m3 [E, N, K], scales fp32 [E, N]."""
+
+    packed = ("codes", "scales")
+    codes: Tensor
+    scales: Tensor
+
+    @classmethod
+    def of(cls, matrices: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype, transposed: bool) -> FP8Stack:
+        codes, scales = (torch.stack(parts) for parts in zip(*matrices))
+        return cls(codes.shape, dtype, transposed, {"codes": codes, "scales": scales})
+
+    def matrix(self, expert: int) -> tuple[Tensor, Tensor]:
+        """One expert's codes and scales."""
+        return self.codes[expert], self.scales[expert]
+
+    def dequantize(self, dtype: torch.dtype = torch.float32, which: Tensor | None = None) -> Tensor:
+        return ops.fp8_dequantize_op(self.codes, self.scales, dtype, which)
+
+
+class LazyStack(Tensor):
+    """A packed stack that looks like the dequantized one; what is looked up by expert is all that is dequantized."""
+
+    stack: PackedStack
+
+    @staticmethod
+    def __new__(cls, stack: PackedStack) -> LazyStack:
+        n, k = stack.out_features, stack.in_features
+        shape = (stack.experts, k, n) if stack.transposed else (stack.experts, n, k)
+        device = getattr(stack, stack.packed[0]).device
+        made = Tensor._make_wrapper_subclass(cls, shape, dtype=stack.dtype, device=device)
+        made.stack = stack
+        return made
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return repr(self._dequantized())
+
+    def _dequantized(self, which: Tensor | None = None) -> Tensor:
+        return self.stack.as_read(self.stack.dequantize(self.dtype, which))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten.select.int and args[1] == 0:
+            return args[0]._dequantized(torch.tensor(args[2]))
+        if func is aten.index.Tensor and len(args[1]) == 1 and args[1][0].dtype in (torch.int32, torch.int64):
+            return args[0]._dequantized(args[1][0])
+        args, kwargs = pytree.tree_map_only(LazyStack, LazyStack._dequantized, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+class PackedExperts(nn.Module):
+    """An experts module with packed stacks; the class of each is made of the module's own by ``pack_stack``."""
+
+    own_class: type[nn.Module]  # what it was before
+    stacks: tuple[str, ...]  # the names of its packed weights
+
+    def stack(self, name: str) -> PackedStack:
+        return getattr(self, f"{name}_packed")
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own. Its eager implementation loops over data, which no graph holds: not compiled, it
+        dequantizes the experts that it comes by, where in pieces of a broken graph it would be all of them each time.
+        """
+        if torch.compiler.is_compiling() and self.config._experts_implementation == "eager":
+            return _uncompiled(self, args, kwargs)
+        return super().forward(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _empty, (self.own_class, self.stacks), self.__dict__
+
+
+@torch.compiler.disable
+def _uncompiled(module: PackedExperts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return module.own_class.forward(module, *args, **kwargs)
+
+
+def replace_stack(module: nn.Module, name: str, stack: PackedStack) -> None:
+    """Put a packed stack in the place of a parameter: hooks, names of modules and references stay."""
+    own, stacks = (module.own_class, module.stacks) if isinstance(module, PackedExperts) else (type(module), ())
+    module._parameters.pop(name, None)
+    module.__class__ = _packed_class(own, tuple(dict.fromkeys((*stacks, name))))
+    module.add_module(f"{name}_packed", stack.train(module.training))
+
+
+@functools.cache
+def _packed_class(own: type[nn.Module], stacks: tuple[str, ...]) -> type[nn.Module]:
+    fields: dict[str, Any] = {name: _property(name) for name in stacks}
+    fields |= {"own_class": own, "stacks": stacks, "__module__": __name__}
+    return type(f"Packed{own.__name__}", (PackedExperts, own), fields)
+
+
+def _property(name: str) -> property:
+    packed = f"{name}_packed"
+    return property(lambda module: getattr(module, packed).weight)
+
+
+def _empty(own: type[nn.Module], stacks: tuple[str, ...]) -> nn.Module:
+    """For copies and pickles: a class that is made as it is needed has no name to be found by."""
+    made = _packed_class(own, stacks)
+    return made.__new__(made)

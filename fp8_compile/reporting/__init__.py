@@ -1,0 +1,1 @@
+"""What was done, to be looked at: dumps of graphs, and the page."""

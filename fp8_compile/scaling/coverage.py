@@ -1,0 +1,72 @@
+"""Whoever asked for FP8 and gets none is told so, once per model, with the reason and what to do about it."""
+
+from __future__ import annotations
+
+import collections
+import logging
+import weakref
+from typing import Iterable
+
+from torch import fx, nn
+
+from fp8_compile.report import Report
+from fp8_compile.torch_internals.dynamo import compiled_root, modules_read
+from fp8_compile.torch_internals.modules import unwrap
+
+log = logging.getLogger("fp8_compile")
+
+BY_WISH = ("excluded", "not in include", "quantize_")  # how reasons begin that the user has asked for
+LAYERS = ("conv", "lstm", "gru", "rnn")  # in names of operations that multiply by weights in other ways
+_has_fp8: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # a graph of theirs has an FP8 matmul
+_told: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def note(gm: fx.GraphModule, report: Report) -> None:
+    """A graph was compiled: remember which modules have FP8 matmuls now, or say that they have none."""
+    root = compiled_root()
+    modules = [unwrap(root)] if root is not None else list(modules_read(gm).values())
+    if report.rewritten:
+        _has_fp8.update(inner for module in modules for inner in module.modules())
+        return
+    if any(module in _has_fp8 or module in _told for module in modules):
+        return
+    if (why := _why(gm, report)) is not None:
+        _told.update(modules)
+        name = type(modules[0]).__name__ if modules else "a compiled function"
+        log.warning("backend='fp8' found no matmul of %s to run in FP8: %s", name, why)
+
+
+def note_step(model: nn.Module) -> None:
+    """A first step was made with the model: say so if nothing of it runs in FP8."""
+    if any(module in _has_fp8 or module in _told for module in model.modules()):
+        return
+    _told.add(model)
+    log.warning(
+        "%s made a training step, and no graph of it was compiled with backend='fp8': it trains in full precision. "
+        "Either torch.compile was called on something else, for instance on a DDP wrapper around an nn.Sequential "
+        "(compile the module first, then wrap it), or Dynamo gave up (an LSTM, too many recompilations): "
+        "TORCH_LOGS=graph_breaks,recompiles tells",
+        type(model).__name__,
+    )
+
+
+def _why(gm: fx.GraphModule, report: Report) -> str | None:
+    """Why a graph has no FP8 matmul; None: it multiplies by no weights, or the user wants it so."""
+    reasons = collections.Counter(row.reason for row in report.skipped if not row.reason.startswith(BY_WISH))
+    if reasons:
+        common = "; ".join(f"{reason} ({count} of {len(report.skipped)})" for reason, count in reasons.most_common(3))
+        return f"{common}. fp8_compile.explain(model, args) has a line for each"
+    if report.skipped:
+        return None
+    layers = sorted({name for name in _operations(gm) if any(layer in name for layer in LAYERS)})
+    if layers:
+        return f"it has none. {', '.join(layers)} stay in full precision; FP8 is for linear layers and matmuls"
+    return None
+
+
+def _operations(gm: fx.GraphModule) -> Iterable[str]:
+    for node in gm.graph.nodes:
+        if node.op == "call_function":
+            yield getattr(node.target, "__name__", str(node.target)).lower()
+        elif node.op == "call_module":
+            yield type(gm.get_submodule(str(node.target))).__name__.lower()

@@ -1,0 +1,147 @@
+"""The part of a model's scaling state that one graph is compiled with."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import TYPE_CHECKING, Any, Container, Iterable
+
+from torch import Tensor
+
+from fp8_compile.passes.graph.slot import FROZEN, Place, Slot, TensorUse, buffer_name
+from fp8_compile.passes.joint.find_matmuls import Role
+
+from .table import Page, PageKind
+
+if TYPE_CHECKING:
+    from .state import ScalingState
+
+
+log = logging.getLogger("fp8_compile")
+
+LEAST_ROWS = 32  # of a page
+
+
+class PoolFull(Exception):
+    """A graph has more quantized tensors than was foreseen: ``needed`` rows would do."""
+
+    def __init__(self, direction: str, needed: int) -> None:
+        super().__init__(direction, needed)
+        self.direction, self.needed = direction, needed
+
+
+class GraphPool:
+    """The slots of one graph: places in pages of the model's state. ``buffers`` are the tensors that it is given.
+
+    ``frame`` is the piece of the model's code that the graph was made of: graphs for other sizes come from the same
+    frame and have the same slots, those on the other side of a graph break from another one. A pool with pages of
+    frozen scales alone is for inference; it has places for inputs whose scales are frozen.
+    """
+
+    def __init__(
+        self,
+        state: ScalingState,
+        kinds: Iterable[PageKind],
+        room: int,
+        modules: Container[str] = (),
+        frame: str = "",
+    ) -> None:
+        """``room``: how many slots the graph may need. A graph whose ``modules`` have slots already, from a graph for
+        other sizes, will hardly need new ones."""
+        self.state, self.frame, self.places = state, frame, dict[Slot, Place]()
+        self._uses: dict[TensorUse, Slot] = {}
+        self._kinds = {kind.direction: kind for kind in kinds}
+        self._pages: dict[str, list[int]] = {}
+        for kind in self._kinds.values():
+            pages = [index for index, page in enumerate(state.pages) if page.kind == kind]
+            known = any(slot.layer in modules for index in pages for slot in state.pages[index].slots)
+            self._pages[kind.direction] = pages
+            self.make_room(kind.direction, 0 if known else room)
+        given = {index: state.pages[index] for index in sum(self._pages.values(), [])}
+        rows = [(index, page.capacity, page.slots) for index, page in given.items()]
+        self.fingerprint = repr((frame, state.uses, rows, sorted(state.frozen or ()) if self.frozen else ()))
+
+    @property
+    def frozen(self) -> bool:
+        """Whether the graph only reads scales that somebody has fixed."""
+        return FROZEN in self._kinds
+
+    def make_room(self, direction: str, room: int) -> None:
+        """Another page unless the last one has that many rows left. It is large enough for some graphs more: those on
+        other sides of graph breaks give each other room after a jump only if they share it."""
+        kind, pages = self._kinds[direction], self._pages[direction]
+        last = self.state.pages[pages[-1]] if pages else None
+        if last is None or last.capacity - len(last.slots) < room:
+            self.state.pages.append(Page(kind, max(LEAST_ROWS, 2 * room), self.state.unit(kind.direction)))
+            pages.append(len(self.state.pages) - 1)
+
+    def buffers(self, fields: Iterable[str]) -> dict[str, Tensor]:
+        """Name in the graph -> tensor."""
+        return {
+            buffer_name(direction, index, field): getattr(self.state.pages[index], field)
+            for direction, pages in self._pages.items()
+            for index in pages
+            for field in fields
+        }
+
+    def pages(self, direction: str) -> list[int]:
+        """The pages that the graph is given."""
+        return self._pages.get(direction, [])
+
+    def direction(self, tensor: TensorUse) -> str:
+        return FROZEN if self.frozen else tensor.direction
+
+    def slot_of(self, tensor: TensorUse) -> Slot:
+        """The slot of a tensor of this graph."""
+        slot = self.state.slot_of(tensor, self.frame)
+        other = next((use for use, its in self._uses.items() if its == slot and use != tensor), None)
+        assert other is None, f"{slot} would stand for two tensors of one graph: {other} and {tensor}"
+        return slot
+
+    def place(self, tensor: TensorUse) -> Place | None:
+        slot = self.slot_of(tensor)
+        if self.frozen and self.state.frozen_reach(slot) is None:
+            if tensor.role is Role.INPUT:
+                log.warning("%s has no frozen scale: it takes its own, as without freeze_scales()", slot)
+            return None
+        self._uses[tensor] = slot
+        place = self.place_of(slot, self.direction(tensor))
+        if place is None:
+            direction = self.direction(tensor)
+            index = self._pages[direction][-1]
+            page = self.state.pages[index]
+            if len(page.slots) == page.capacity:
+                raise PoolFull(direction, page.capacity)
+            place = self.places[slot] = Place(index, page.add(slot))
+            self.state.fill(slot, tensor, page, place.row)
+        return place
+
+    def place_of(self, slot: Slot, direction: str) -> Place | None:
+        """Where a slot is, if it has a place already."""
+        for index in self._pages[direction]:
+            page = self.state.pages[index]
+            if slot in page.slots:
+                self.places[slot] = Place(index, page.slots.index(slot))
+                return self.places[slot]
+        return None
+
+    def names(self) -> dict[str, str]:
+        """Tensor of the graph -> the name of its slot."""
+        return {str(use): str(slot) for use, slot in self._uses.items()}
+
+    def to_list(self) -> list[Any]:
+        """Plain data for the report cache: what a graph from Inductor's cache has built in."""
+        places = {use: self.places[slot] for use, slot in self._uses.items()}
+        return [[*dataclasses.astuple(use), *dataclasses.astuple(place)] for use, place in places.items()]
+
+    def adopt(self, stored: Iterable[Any]) -> None:
+        """Take the places that code from Inductor's cache was compiled with."""
+        for *use, page, row in stored:
+            given = self.place(use_from_list(use))
+            assert given == Place(page, row), "the cache's key covers the places of all slots"
+
+
+def use_from_list(fields: list[Any]) -> TensorUse:
+    """A :class:`TensorUse` that was stored as plain data."""
+    module, parameter, line, ordinal, role, part, number = fields
+    return TensorUse(module, parameter, line, ordinal, Role(role), part, number)

@@ -1,0 +1,178 @@
+"""The loss scale as graphs see it: two small tensors on each device, and which of them a compilation is given."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Iterable, Protocol
+
+import torch
+from torch import Tensor, fx, nn
+
+from fp8_compile.config import Config
+from fp8_compile.passes.joint.scale_loss import FACTORS, OVERFLOW
+from fp8_compile.torch_internals.dynamo import compiled_root, frame_code, modules_read, still_compiled
+from fp8_compile.torch_internals.graphs import real_tensors
+from fp8_compile.torch_internals.modules import is_compiled
+
+INIT_SCALE = 2.0**16  # that a dynamic loss scale begins with
+
+
+class GraphLossScale:
+    """``factors`` (scale, 1 / scale) are read by the graphs; ``overflow`` is raised by them. See ``ScaleLoss``."""
+
+    def __init__(self, value: float = 1.0) -> None:
+        self.value = value
+        self.wide = False  # gradients of 16-bit parameters leave in FP32
+        self._tensors: dict[torch.device, dict[str, Tensor]] = {}
+
+    def buffers(self, device: torch.device) -> dict[str, Tensor]:
+        """Name in the graph -> tensor."""
+        if device not in self._tensors:
+            with real_tensors(), torch.device(device):
+                factors = torch.tensor([self.value, 1.0 / self.value], dtype=torch.float32)
+                self._tensors[device] = {FACTORS: factors, OVERFLOW: torch.zeros(1, dtype=torch.float32)}
+        return self._tensors[device]
+
+    def set(self, value: float) -> None:
+        """Change the scale of all backward passes that begin from now on."""
+        self.value = value
+        for tensors in self._tensors.values():
+            # .data: a forward may have saved it for its backward, and autograd compares versions.
+            tensors[FACTORS].data.copy_(torch.tensor([value, 1.0 / value], dtype=torch.float32))
+
+    def largest(self) -> list[Tensor]:
+        """The largest gradients that left a graph since :meth:`clear`, one a device, [1] fp32."""
+        return [tensors[OVERFLOW] for tensors in self._tensors.values()]
+
+    def clear(self) -> None:
+        for tensor in self.largest():
+            tensor.data.zero_()
+
+
+class Scaled(Protocol):
+    """The loss scaling of an attached model, as a compilation asks for it. Several may have a module in common."""
+
+    model: nn.Module
+    setting: float | str | None  # None: off
+    value: float
+    wide: bool
+
+    def follow_options(self, config: Config) -> None:
+        """Graphs are compiled with these options, which may ask for a loss scale."""
+        ...
+
+
+# By module, for every module of an attached model.
+_attached: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[Scaled]] = weakref.WeakKeyDictionary()
+# By compiled module. The same at every attach, since code that was compiled for the first one reads it.
+_of_attached: weakref.WeakKeyDictionary[nn.Module, list[GraphLossScale]] = weakref.WeakKeyDictionary()
+_fixed: weakref.WeakKeyDictionary[nn.Module, GraphLossScale] = weakref.WeakKeyDictionary()  # by options alone
+_compiled: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # have code
+# Compiled for training without a loss scale: the Python code of the frames.
+_unscaled: weakref.WeakKeyDictionary[nn.Module, set[Any]] = weakref.WeakKeyDictionary()
+
+
+def offer(scaled: Scaled) -> None:
+    """Ask it for the loss scale of graphs of its model that are compiled from now on."""
+    for module in scaled.model.modules():
+        _attached.setdefault(module, weakref.WeakSet()).add(scaled)
+
+
+def withdraw(scaled: Scaled) -> None:
+    for module in scaled.model.modules():
+        _attached.get(module, set()).discard(scaled)
+
+
+def offered(modules: Iterable[nn.Module]) -> list[Scaled]:
+    """Those that have one of the modules."""
+    return list({id(one): one for module in modules for one in _attached.get(module, ())}.values())
+
+
+def sharing_graphs(model: nn.Module) -> list[Scaled]:
+    """Those whose models have compiled code in common with this one: the model itself, one in the other, or a module of
+    both that was compiled by itself. A module in two models that are compiled as wholes has code in each."""
+    mine = set(model.modules())
+    common = {module: offered([module]) for module in mine if module in _attached}
+    found = [
+        one
+        for module, others in common.items()
+        for one in others
+        if module is model or module is one.model or is_compiled(module) or module in _compiled
+    ]
+    return list({id(one): one for one in found}.values())
+
+
+def scales_of(modules: Iterable[nn.Module]) -> list[GraphLossScale]:
+    """Those that graphs of the modules read."""
+    found = [scale for module in modules for scale in _of_attached.get(module, ())]
+    return list({id(scale): scale for scale in found}.values())
+
+
+def was_compiled(model: nn.Module) -> bool:
+    return any(module in _compiled for module in model.modules())
+
+
+def compiled_without(model: nn.Module) -> bool:
+    """Whether some of the model's code for training has no loss scale in it."""
+    codes = {code for module in model.modules() for code in _unscaled.get(module, ())}
+    return any(map(still_compiled, codes))
+
+
+def loss_scale_of_compilation(gm: fx.GraphModule, config: Config, *, strict: bool) -> GraphLossScale | None:
+    """The loss scale for what Dynamo is compiling."""
+    root = compiled_root()
+    modules = [root] if root is not None else list(modules_read(gm).values())
+    attached = offered(modules)
+    scale = _by_attached(modules, config, attached) if attached else _by_options(modules, config, strict)
+    _compiled.update(modules)
+    if scale is None and torch.is_grad_enabled():
+        for module in modules:
+            _unscaled.setdefault(module, set()).add(frame_code())
+    return scale
+
+
+def refuse_contradiction(attached: list[Scaled]) -> None:
+    """One graph has one loss scale, and a dynamic one follows the steps of one optimizer."""
+    settings = [one.setting for one in attached]
+    if len(attached) < 2 or (len(set(settings)) == 1 and settings[0] != "dynamic"):
+        return
+    each = " and ".join(f"{type(one.model).__name__} with loss_scale={one.setting!r}" for one in attached)
+    raise ValueError(
+        f"{each} are attached to optimizers of their own and run the same compiled code, which has one loss scale; "
+        "expected the same fixed number or None for all of them. With loss_scale='dynamic', compile each model as a "
+        "whole instead of the module that they share, or attach one optimizer that has the parameters of all"
+    )
+
+
+def _by_attached(modules: list[nn.Module], config: Config, attached: list[Scaled]) -> GraphLossScale | None:
+    for one in attached:
+        one.follow_options(config)
+    refuse_contradiction(attached)
+    if attached[0].setting is None:
+        return None
+    known = [_of_attached.setdefault(module, []) for module in modules]
+    scale = next((one for one in known[0] if all(one in others for others in known)), None)
+    if scale is None:
+        scale = GraphLossScale(attached[0].value)
+        for scales in known:
+            scales.append(scale)
+    scale.wide = any(one.wide for one in attached)
+    return scale
+
+
+def _by_options(modules: list[nn.Module], config: Config, strict: bool) -> GraphLossScale | None:
+    if config.loss_scale is None:
+        return None
+    if config.loss_scale == "dynamic":
+        if strict:
+            raise ValueError(
+                "loss_scale='dynamic' has nobody to update it: call fp8_compile.attach(model, optimizer) before the "
+                "first forward, or give a fixed loss_scale such as 65536"
+            )
+        return GraphLossScale(INIT_SCALE)
+    value = float(config.loss_scale)
+    for module in modules[:1]:
+        if module not in _fixed or _fixed[module].value != value:
+            _fixed[module] = GraphLossScale(value)
+        return _fixed[module]
+    return GraphLossScale(value)

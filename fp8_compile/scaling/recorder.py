@@ -1,0 +1,163 @@
+"""Amaxes, scales and counts of a graph's tensors over time: ``passes.jsonl`` in its dump folder.
+
+The first line names the tensors, each further one is a moment (null: not part of it; "inf", "nan": not finite):
+
+    {"slots": ["up#0.input", ...], "largest": [448.0, ...]}
+    {"pass": 3, "step": null, "amax": [1.25, ...], "scale": [358.4, ...], "elements": [4096, ...],
+     "overflow": [0, ...], "underflow": [7, ...], "sqnr": [31.5, ...]}
+
+``amax`` is of the newest pass and ``scale`` the one that it used (0: none yet, its own amax was taken; where somebody
+called ``stats()`` or ``state_dict()`` in between, the next one). The counts are those since the line before. Long runs
+are thinned out, every second pass, then every fourth and so on, and no count is lost by that. Only tensors are read,
+nothing of the state changes; a GPU is waited for.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import logging
+import math
+import weakref
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fp8_compile.kernels.delayed_scaling import ABSENT, ENTERED, PASSES, QUANT
+
+from .stats import decibel
+
+if TYPE_CHECKING:
+    from .graph_slots import GraphPool
+
+logger = logging.getLogger("fp8_compile")
+
+LINES_BEFORE_THINNING = 512  # then as many again of every second pass, and so on
+FILE = "passes.jsonl"
+
+
+class PassRecorder:
+    """Records one graph's slots. :meth:`begin_pass` is called before each pass, :meth:`record` by whoever knows better
+    when a step ends."""
+
+    def __init__(self, folder: Path, pool: GraphPool) -> None:
+        self.folder, self.state = folder, pool.state
+        self.places = {str(slot): place for slot, place in pool.places.items()}
+        self._rows = set(pool.places.values())
+        self._counted = {slot: [0.0] * 5 for slot in self.places}
+        self._passes_of = {slot: 0 for slot in self.places}
+        self._lines, self._passes, self._every = 0, 0, 1
+        self._pending, self._by_hand, self._stopped = False, False, False
+        pool.state.recorders.append(self)
+        _all.add(self)
+        largest = [self.state.pages[place.page].kind.largest for place in self.places.values()]
+        self._append({"slots": list(self.places), "largest": largest})
+
+    def begin_pass(self) -> None:
+        """What the pass before left is complete: its backward has run, and nothing has taken it over yet."""
+        for other in self.state.recorders:  # graphs for other sizes of one module have slots in common
+            if other is self or other._rows & self._rows:
+                other.end_pass()
+        self._passes += 1
+        self._pending = True
+
+    def end_pass(self) -> None:
+        if self._pending and not self._by_hand and self._passes % self._every == 0:
+            self._write(None)
+        self._pending = False
+
+    def record(self, step: int | None) -> None:
+        """Write a line now, and from now on only when asked to."""
+        if self._pending or not self._by_hand:
+            self._write(step)
+        self._by_hand, self._pending = True, False
+
+    def finish(self) -> None:
+        """The last pass has no pass after it."""
+        self.end_pass()
+        if self._lines > 1:
+            self._write_page()
+
+    def _write(self, step: int | None) -> None:
+        moment = self._moment()
+        if all(amax is None for amax in moment["amax"]):
+            return
+        self._append({"pass": self._passes, "step": step, **moment})
+        recorded = self._lines - 1
+        if recorded % LINES_BEFORE_THINNING == 0 and not self._by_hand:
+            self._every *= 2
+        if recorded & (recorded - 1) == 0:  # at 1, 2, 4, 8...: a page to look at while training goes on
+            self._write_page()
+
+    def _moment(self) -> dict[str, list[Any]]:
+        pages = {place.page: self._read(place.page) for place in self.places.values()}
+        columns: dict[str, list[Any]] = {
+            name: [] for name in ("amax", "scale", "elements", "overflow", "underflow", "sqnr")
+        }
+        for slot, place in self.places.items():
+            amaxes, scales, passes, newest, stats = (column[place.row] for column in pages[place.page])
+            if amaxes == ABSENT and passes > self._passes_of[slot]:
+                amaxes = newest  # somebody has looked at the state since, which takes the amaxes over
+            self._passes_of[slot] = passes
+            counted = [now - then for now, then in zip(stats, self._counted[slot])]
+            if counted[0] < 0:  # reset_stats() was called
+                counted = stats
+            self._counted[slot] = stats
+            elements, overflow, underflow, signal, noise = counted
+            columns["amax"].append(None if amaxes == ABSENT else _plain(amaxes))
+            columns["scale"].append(_plain(scales))
+            columns["elements"].append(int(elements))
+            columns["overflow"].append(int(overflow))
+            columns["underflow"].append(int(underflow))
+            columns["sqnr"].append(_plain(decibel(signal, noise)) if elements else None)
+        return columns
+
+    def _read(self, index: int) -> tuple[list[Any], ...]:
+        page = self.state.pages[index]
+        newest = (page.counts[ENTERED].long() - 1).clamp_min(0) % page.history.shape[1]
+        return (
+            page.amaxes.tolist(),
+            page.scales[QUANT].tolist(),
+            page.counts[PASSES].tolist(),
+            page.history.gather(1, newest[:, None])[:, 0].tolist(),
+            page.stats.tolist(),
+        )
+
+    def _append(self, line: dict[str, Any]) -> None:
+        if self._stopped:
+            return
+        try:
+            with (self.folder / FILE).open("a", encoding="ascii") as file:
+                file.write(json.dumps(line, separators=(",", ":"), allow_nan=False) + "\n")
+            self._lines += 1
+        except OSError as error:
+            self._stop(error)
+
+    def _write_page(self) -> None:
+        from fp8_compile.reporting.report_page import refresh  # only where there is something to show
+
+        if self._stopped:
+            return
+        try:
+            refresh(self.folder)
+        except (OSError, ValueError) as error:  # ValueError: somebody has edited the files
+            self._stop(error)
+
+    def _stop(self, error: Exception) -> None:
+        self._stopped = True
+        logger.warning("cannot record passes in %s: %s. Nothing more is recorded; training goes on", self.folder, error)
+
+
+_all: weakref.WeakSet[PassRecorder] = weakref.WeakSet()
+
+
+@atexit.register
+def _finish_all() -> None:
+    for recorder in list(_all):
+        with contextlib.suppress(RuntimeError):  # a device that is shut down already has nothing to tell
+            recorder.finish()
+
+
+def _plain(number: float) -> float | str:
+    """Six digits are enough for a chart; JSON has no Inf and NaN."""
+    return float(f"{number:.6g}") if math.isfinite(number) else str(number)

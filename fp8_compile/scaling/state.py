@@ -1,0 +1,369 @@
+"""What delayed scaling remembers of a model: one pool of amax histories and scales, shared by all its graphs.
+
+A slot is one quantized tensor, named ``blocks.0.mlp.up#0.input``: the parameter that it is multiplied by (or is), which
+use of that parameter it belongs to, over all graphs of the model, and the role of the tensor. Slots are rows of pages
+(``scaling_page.py``). A graph is compiled with places in pages fixed (``graph_pool.py``); one that needs more slots
+than the pages have left gets another page.
+"""
+
+from __future__ import annotations
+
+import weakref
+from types import CodeType
+from typing import TYPE_CHECKING, Any, Callable, Iterable, Iterator, Mapping, Protocol
+
+import torch
+from torch import Tensor, fx, nn
+from torch.autograd.graph import increment_version
+
+from fp8_compile.kernels.delayed_scaling import PASSES, QUANT
+from fp8_compile.passes.graph.slot import BACKWARD, FROZEN, Place, Slot, TensorUse
+from fp8_compile.passes.joint.find_matmuls import Role
+from fp8_compile.torch_internals.dynamo import compiled_root, frame_code, innermost_fn, modules_read, reset_code
+from fp8_compile.torch_internals.graphs import real_tensors
+from fp8_compile.torch_internals.modules import unwrap
+
+from .handling import handling_of
+from .reachable_modules import reachable_modules
+from .recorder import PassRecorder
+from .saved_slots import Row, SavedSlots, check_fits, read_slots
+from .stats import StatsRow, StatsTable, in_words, stats_row
+from .table import Page
+
+if TYPE_CHECKING:
+    from .weight_cache import WeightCache
+
+
+class Calibration(Protocol):
+    """What :meth:`ScalingState.prime` asks of ``fp8_compile.calibrate``'s result."""
+
+    def amax(self, name: str) -> float | Tensor:
+        """The largest magnitude that a module's input had; KeyError or ValueError for one that was not looked at."""
+        ...
+
+
+class ScalingState:
+    """The state of one model. :func:`scaling_state` finds it."""
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        self._model = weakref.ref(model) if model is not None else None
+        self.pages: list[Page] = []
+        self._saved = SavedSlots()  # loaded, for slots that no graph has asked for yet
+        self.recorders: list[PassRecorder] = []  # of graphs that are dumped with stats
+        self._calibration: Calibration | None = None
+        self.uses: dict[str, list[tuple[str, str, int]]] = {}  # by parameter or product: frame, line, ordinal of each
+        self._looked: tuple[int, set[Slot]] = (-1, set())  # the epoch, and slots of graphs that have finished looking
+        self._parts: dict[str, tuple[Any, int]] = {}  # frame -> its newest compilation, and how many graphs that made
+        self.frozen: dict[str, float] | None = None  # by slot or layer: up to which magnitude inference holds inputs
+        self.gradient_unit = 1.0  # the loss scale: gradients inside graphs are that many times as large
+        self.steps: int | None = None  # of the optimizer; None: nobody counts them
+        self.epoch = 0  # goes up when histories are replaced: whoever believed that they were there looks again
+        self.updates = 0  # of all pages at once, where amaxes are held until the optimizer's step
+        self._weights: WeightCache | None = None
+        self._codes: list[CodeType] = []  # of frames that were compiled with this state
+
+    def settle(self) -> None:
+        """Bring histories and scales up to date with the last pass."""
+        for index in range(len(self.pages)):
+            self.settle_page(index)
+
+    def settle_page(self, index: int) -> None:
+        if not self.held:
+            self.pages[index].settle()
+
+    @property
+    def model(self) -> nn.Module | None:
+        return self._model() if self._model is not None else None
+
+    @property
+    def held(self) -> bool:
+        """Whether amaxes wait for :meth:`update`; otherwise each pass begins with the update for the one before."""
+        return handling_of(self.model).held
+
+    def update(self) -> None:
+        """Take over the amaxes that were held."""
+        for page in self.pages:
+            page.settle()
+            increment_version(page.scales)  # a forward saved them as they were: its backward must not read others
+        self.updates += 1
+
+    @property
+    def weights(self) -> WeightCache | None:
+        """FP8 copies of the model's weights, where an optimizer is attached."""
+        from .weight_cache import WeightCache
+
+        if not handling_of(self.model).cached:
+            self._weights = None
+        elif self._weights is None:
+            self._weights = WeightCache(self)
+        return self._weights
+
+    def compiled_with(self, code: CodeType) -> None:
+        if not any(code is known for known in self._codes):
+            self._codes.append(code)
+
+    def recompile(self) -> bool:
+        """Have Dynamo compile again what was compiled with this state; whether there was any."""
+        codes, self._codes = self._codes, []
+        for code in codes:
+            reset_code(code)
+        return bool(codes)
+
+    def unit(self, direction: str) -> float:
+        """By how much graphs multiply the tensors whose amaxes become known in that direction."""
+        return self.gradient_unit if direction == BACKWARD else 1.0
+
+    def set_gradient_unit(self, unit: float) -> None:
+        """The loss scale has changed: bring what is known of gradients to the new unit, exactly for powers of two."""
+        if unit != self.gradient_unit:
+            self.gradient_unit = unit
+            for page in self.pages:
+                if page.kind.direction == BACKWARD:
+                    page.set_unit(unit)
+
+    def slots(self) -> Iterator[tuple[Slot, Place]]:
+        """Every slot and where it lies."""
+        for index, page in enumerate(self.pages):
+            for row, slot in enumerate(page.slots):
+                yield slot, Place(index, row)
+
+    def trained(self) -> Iterator[tuple[Slot, Place]]:
+        """Those that training writes, and that are saved."""
+        return ((slot, place) for slot, place in self.slots() if self.pages[place.page].kind.direction != FROZEN)
+
+    def slot_of(self, tensor: TensorUse, frame: str) -> Slot:
+        """The slot of a tensor of a graph that was made of a frame: the same for the same line of the same frame."""
+        uses = self.uses.setdefault(tensor.product, [])
+        use = (frame, tensor.line, tensor.ordinal)
+        if use not in uses:
+            uses.append(use)
+        return Slot(tensor.product, uses.index(use), tensor.role, tensor.part)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Plain tensors: ``<slot>.scale``, ``.amax_history``, ``.counts`` and ``.largest``, copies of the state."""
+        self.settle()
+        rows = {str(slot): self.pages[place.page].row(place.row) for slot, place in self.trained()}
+        rows = self._saved.waiting | rows
+        return {f"{slot}.{field}": tensor for slot, row in rows.items() for field, tensor in row.items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
+        """Take a saved state over, before or after the model is compiled. One that does not fit changes nothing."""
+        self.checked(state_dict)()
+
+    def checked(self, state_dict: Mapping[str, Tensor]) -> Callable[[], None]:
+        """Raise where a saved state does not fit; the function that comes back takes it over. Whoever loads several
+        states checks all of them first."""
+        places = {str(slot): place for slot, place in self.trained()}
+        rows = self._saved.renamed(read_slots(state_dict), places)
+        check_fits(rows, {slot: self.pages[place.page].kind.length for slot, place in places.items()}, self.model)
+        return lambda: self._take_over(rows, places)
+
+    def _take_over(self, rows: Mapping[str, Row], places: Mapping[str, Place]) -> None:
+        for slot, row in rows.items():
+            if slot in places:
+                self.pages[places[slot].page].set_row(places[slot].row, row)
+        self._saved.waiting = {slot: row for slot, row in rows.items() if slot not in places}
+        self.epoch += 1
+
+    def prime(self, calibration: Calibration) -> None:
+        """Let inputs begin with the amaxes of a calibration, as if a pass had seen them: of slots that are there, and
+        of those that graphs will ask for."""
+        self._calibration = calibration
+        inputs = [(slot, place) for slot, place in self.trained() if slot.role is Role.INPUT]
+        primed = [self._prime(slot, self.pages[place.page], place.row) for slot, place in inputs]
+        if inputs and not any(primed):
+            names = ", ".join(sorted({slot.layer for slot, _ in inputs})[:5])
+            raise ValueError(
+                f"the calibration knows none of the model's quantized inputs ({names}); expected one of the same model"
+            )
+
+    def _prime(self, slot: Slot, page: Page, row: int) -> bool:
+        if self._calibration is None or slot.role is not Role.INPUT:
+            return False
+        try:
+            amax = float(self._calibration.amax(slot.layer))
+        except (KeyError, ValueError):  # not a module that was calibrated: a matmul outside any layer
+            return False
+        page.prime(row, amax)
+        return True
+
+    def freeze(self, reach: Mapping[str, float]) -> None:
+        """Let inference quantize inputs with fixed scales, which reach to these magnitudes, by slot or layer."""
+        self.frozen = dict(reach)
+        for slot, place in self.slots():
+            page = self.pages[place.page]
+            if page.kind.direction == FROZEN and (limit := self.frozen_reach(slot)) is not None:
+                page.freeze(place.row, limit)
+        self.recompile()
+
+    def unfreeze(self) -> None:
+        """Let inference take each input's scale from the input itself again."""
+        self.frozen = None
+        self.recompile()
+
+    def frozen_reach(self, slot: Slot) -> float | None:
+        """The magnitude that the frozen scale of an input reaches to; None: its scale is not frozen."""
+        if slot.role is not Role.INPUT or self.frozen is None:
+            return None
+        return self.frozen.get(str(slot), self.frozen.get(slot.layer))
+
+    def begin_graph(self, frame: str, compilation: Any) -> str:
+        """A name for the graph that a compilation makes of a frame: the frame's; where one compilation makes several
+        graphs, as DDP's buckets do, each has its own."""
+        before, made = self._parts.get(frame, (lambda: None, 0))
+        made = made + 1 if compilation is not None and before() is compilation else 1
+        self._parts[frame] = (weakref.ref(compilation) if compilation is not None else before, made)
+        return frame if made == 1 else f"{frame} part {made}"
+
+    def reset(self) -> None:
+        """Forget all histories, as when weights or data are replaced by very different ones: the next pass takes each
+        tensor's scale from the tensor itself, as the first one did."""
+        for page in self.pages:
+            if page.kind.direction != FROZEN:
+                page.clear()
+        self._saved.waiting.clear()
+        self._calibration = None
+        self.epoch += 1
+
+    def stats(self) -> StatsTable:
+        """One row a slot: what was saturated, what was flushed to zero, amax, scale, signal to quantization noise."""
+        self.settle()
+        return StatsTable(self._stats_rows())
+
+    def _stats_rows(self) -> list[StatsRow]:
+        rows = []
+        for slot, place in self.slots():
+            page, row = self.pages[place.page], place.row
+            rows.append(stats_row(self._shown(slot, page), page, row))
+        return rows
+
+    @staticmethod
+    def _shown(slot: Slot, page: Page) -> str:
+        return f"{slot} (frozen)" if page.kind.direction == FROZEN else str(slot)
+
+    def __repr__(self) -> str:
+        """What a user wants to know first: whether there is anything, and whether numbers were lost."""
+        return in_words(self.stats())
+
+    def reset_stats(self) -> None:
+        """Count from zero; scales and histories stay."""
+        for page in self.pages:
+            page.stats.data.zero_()
+
+    def record(self, step: int | None = None) -> None:
+        """Write amaxes, scales and counts of now to the dump folders, for the charts of their pages; ``step`` is what
+        the charts call this moment. Does nothing unless both ``stats`` and ``dump`` are on.
+
+        Without it every pass of a graph is recorded by itself, when the next one begins; from the first call on,
+        only calls are."""
+        for recorder in self.recorders:
+            recorder.record(step)
+
+    def without_history(self, places: Mapping[Slot, Place]) -> dict[Slot, int]:
+        """The slots that have never seen a finite amax above zero, and how many passes they have seen. Waits for the
+        device."""
+        self.settle()
+        found = {}
+        for index, rows in _rows_by_page(places.values()).items():
+            page = self.pages[index]
+            scales, passes = page.scales[QUANT].tolist(), page.counts[PASSES].tolist()
+            found.update({page.slots[row]: passes[row] for row in rows if scales[row] == 0})
+        return found
+
+    def begin_looking(self, places: Mapping[Slot, Place]) -> None:
+        """Have tensors scaled by their own amax, whatever is known of them, unless a graph that has finished looking
+        reads them too: its code may not be able to look."""
+        if self._looked[0] != self.epoch:
+            self._looked = self.epoch, set()
+        self._look({slot: place for slot, place in places.items() if slot not in self._looked[1]}, True)
+
+    def finish_looking(self, places: Mapping[Slot, Place]) -> None:
+        """All slots of a graph have a history, or are not waited for: from now on it reads the scales of the state."""
+        looked = self._looked[1] if self._looked[0] == self.epoch else set()
+        self._looked = self.epoch, looked | set(places)
+        self._look(places, False)
+
+    def _look(self, places: Mapping[Slot, Place], on: bool) -> None:
+        for index, rows in _rows_by_page(places.values()).items():
+            self.pages[index].look(rows, on)
+
+    def passes(self, places: Iterable[Place]) -> int:
+        """How many passes these slots have seen at most. Waits for the device."""
+        self.settle()
+        return max((int(self.pages[place.page].counts[PASSES, place.row]) for place in places), default=0)
+
+    def start_at_one(self, places: Iterable[Place]) -> None:
+        """Give slots a scale before they have a history."""
+        for place in places:
+            self.pages[place.page].scales.data[:, place.row] = 1.0
+
+    def fill(self, slot: Slot, tensor: TensorUse, page: Page, row: int) -> None:
+        """Fill a new slot with what was loaded for it, calibrated or frozen before it was there."""
+        with real_tensors(), torch.no_grad():  # passes run on fake tensors; the state is real
+            if page.kind.direction == FROZEN:
+                reach = self.frozen_reach(slot)
+                assert reach is not None, slot
+                page.freeze(row, reach)
+                return
+            saved = self._saved.take(slot, tensor.old_name, page.kind.length)
+            if saved is not None:
+                page.set_row(row, saved)
+            else:
+                self._prime(slot, page, row)
+
+
+_states: weakref.WeakKeyDictionary[Any, ScalingState] = weakref.WeakKeyDictionary()  # by module, or by code
+_of_several: dict[tuple[weakref.ref[nn.Module], ...], ScalingState] = {}  # of functions that run several modules
+_newest: weakref.WeakKeyDictionary[Any, weakref.ref[ScalingState]] = weakref.WeakKeyDictionary()  # by code
+
+
+def scaling_state(model: nn.Module | Callable[..., Any]) -> ScalingState:
+    """The state of a model, plain or compiled; of a compiled function, that of the module or modules it runs."""
+    model = unwrap(model)
+    if isinstance(model, nn.Module):
+        return _states.setdefault(model, ScalingState(model))
+    if not callable(model):
+        raise TypeError(f"scaling_state expects a module or a compiled function, got {type(model).__name__}")
+    function = innermost_fn(model)
+    own = [module for module in reachable_modules(function) if module in _states]
+    if len(own) == 1:
+        return _states[own[0]]
+    newest = _newest[function.__code__]() if function.__code__ in _newest else None
+    return newest or _states.setdefault(function.__code__, ScalingState())
+
+
+def states_within(model: nn.Module) -> dict[str, ScalingState]:
+    """The states of a model and of modules in it that were compiled by themselves, by their dotted names."""
+    return {name: _states[module] for name, module in model.named_modules() if module in _states}
+
+
+def state_of_compilation(gm: fx.GraphModule) -> ScalingState:
+    """The state of what Dynamo is compiling: of the compiled module, or of those that a compiled function runs."""
+    root, code = compiled_root(), frame_code()
+    modules = [root] if root is not None else list(modules_read(gm).values())
+    if len(modules) == 1:
+        state = scaling_state(modules[0])
+    elif modules:
+        state = _state_of_several(modules)
+    else:
+        return _states.setdefault(code, ScalingState()) if code is not None else ScalingState()
+    if code is not None:
+        _newest[code] = weakref.ref(state)
+        state.compiled_with(code)
+    return state
+
+
+def _state_of_several(modules: list[nn.Module]) -> ScalingState:
+    key = tuple(weakref.ref(module) for module in modules)
+    if key not in _of_several:
+        _of_several[key] = ScalingState()
+        for module in modules:
+            weakref.finalize(module, _of_several.pop, key, None)
+    return _of_several[key]
+
+
+def _rows_by_page(places: Iterable[Place]) -> dict[int, list[int]]:
+    rows: dict[int, list[int]] = {}
+    for place in places:
+        rows.setdefault(place.page, []).append(place.row)
+    return rows

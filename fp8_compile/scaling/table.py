@@ -1,0 +1,149 @@
+"""A page of the scaling state: a few tensors for many slots, so that a graph reads and updates all of them at once."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Mapping
+
+import torch
+from torch import Tensor
+
+from fp8_compile.kernels.delayed_scaling import (
+    ABSENT,
+    COUNTERS,
+    DEQUANT,
+    LOOK,
+    MARGIN,
+    QUANT,
+    STEADY,
+    update,
+    update_in_place_op,
+)
+from fp8_compile.passes.graph.slot import FROZEN, Slot
+from fp8_compile.passes.joint.delay_scales import UpdateRule
+from fp8_compile.passes.joint.find_matmuls import Role
+from fp8_compile.torch_internals.autograd import copy_all
+from fp8_compile.torch_internals.graphs import real_tensors
+
+
+@dataclasses.dataclass(frozen=True)
+class PageKind:
+    """What the slots of a page have in common."""
+
+    direction: str
+    device: torch.device
+    length: int  # of the histories
+    largest: float  # value of the FP8 format
+    rule: UpdateRule
+
+
+class Page:
+    """The tensors of up to ``capacity`` slots; see ``kernels/delayed_scaling.py`` for their meaning."""
+
+    def __init__(self, kind: PageKind, capacity: int, unit: float = 1.0) -> None:
+        """``unit``: by how much the graphs multiply the tensors of these slots, the loss scale of gradients."""
+        self.kind, self.slots, self.unit = kind, list[Slot](), unit
+        with torch.device(kind.device):  # dtypes said, since a default dtype may be set
+            self.amaxes = torch.full((capacity,), ABSENT, dtype=torch.float32)
+            self.history = torch.zeros(capacity, kind.length, dtype=torch.float32)
+            self.scales = torch.zeros(2, capacity, dtype=torch.float32)
+            self.counts = torch.zeros(STEADY + 1, capacity, dtype=torch.int32)
+            self.stats = torch.zeros(capacity, 5, dtype=torch.float64)
+        self._kept: list[Tensor] | None = None  # for restore(); None: as if no pass had been
+        self._kept_look = torch.zeros_like(self.counts[LOOK])  # amaxes that wait are counted as they were recorded
+
+    def add(self, slot: Slot) -> int:
+        """A row for a slot."""
+        self.slots.append(slot)
+        row = len(self.slots) - 1
+        with real_tensors():  # passes run on fake tensors; the state is real
+            self.counts.data[MARGIN, row] = self.kind.rule.margin_of(slot.role, self.kind.largest)
+            self.counts.data[STEADY, row] = slot.role is Role.WEIGHT
+        return row
+
+    def clear(self) -> None:
+        """As new, but for the settings of the slots."""
+        self._kept = None
+        self.amaxes.data.fill_(ABSENT)
+        for tensor in (self.history, self.scales, self.counts[:COUNTERS], self.stats):
+            tensor.data.zero_()
+
+    def look(self, rows: list[int], on: bool) -> None:
+        """Whether the tensors of some slots are scaled by their own amax, whatever is known of them."""
+        self.counts.data[LOOK, rows] = int(on)
+
+    def freeze(self, row: int, reach: float) -> None:
+        """Fix a slot's scale: it reaches to that magnitude."""
+        scale = min(self.kind.largest / reach, torch.finfo(torch.float32).max)
+        self.scales.data[QUANT, row], self.scales.data[DEQUANT, row] = scale, 1.0 / scale
+
+    def keep(self) -> None:
+        """Remember everything as it is now."""
+        copy_all([*self._copies(), self._kept_look], [*self._tensors(), self.counts.data[LOOK]])
+
+    def restore(self) -> None:
+        """As it was when it was kept; what was loaded or calibrated since then stays."""
+        if self._kept is None:
+            self.clear()
+        else:
+            copy_all([*self._tensors(), self.counts.data[LOOK]], [*self._kept, self._kept_look])
+
+    def _tensors(self) -> list[Tensor]:
+        """What passes change."""
+        return [self.amaxes.data, self.history.data, self.scales.data, self.counts.data[:COUNTERS]]
+
+    def _copies(self) -> list[Tensor]:
+        if self._kept is None:
+            amaxes, *others = self._tensors()
+            self._kept = [torch.full_like(amaxes, ABSENT), *map(torch.zeros_like, others)]
+        return self._kept
+
+    def settle(self) -> None:
+        """Do the update that the next pass would begin with: what was recorded becomes history."""
+        known = torch.empty_like(self.scales)
+        rule = ("frozen", 1) if self.kind.direction == FROZEN else self.kind.rule.arguments
+        update_in_place_op(self.amaxes, self.history, self.scales, self.counts, known, self.kind.largest, *rule)
+
+    @property
+    def capacity(self) -> int:
+        return self.amaxes.shape[0]
+
+    def set_unit(self, unit: float) -> None:
+        """Go on with tensors that are ``unit`` times as large as those of the model."""
+        factor, self.unit = unit / self.unit, unit
+        self.amaxes.data.copy_(torch.where(self.amaxes == ABSENT, ABSENT, self.amaxes * factor))
+        self.history.data.mul_(factor)
+        self.scales.data[QUANT].div_(factor)
+        self.scales.data[DEQUANT].mul_(factor)
+
+    def row(self, row: int) -> dict[str, Tensor]:
+        """A slot's part of the state, as it is saved: without the unit."""
+        return {
+            "scale": self.scales[QUANT, row] * self.unit,
+            "amax_history": self.history[row] / self.unit,
+            "counts": self.counts[:COUNTERS, row].clone(),
+            "largest": torch.tensor(self.kind.largest, dtype=torch.float32),
+        }
+
+    def set_row(self, row: int, saved: Mapping[str, Tensor]) -> None:
+        scale = saved["scale"] * (self.kind.largest / float(saved["largest"])) / self.unit  # saved for another format
+        # .data, in _tensors: a forward may have saved the state for its backward, and autograd compares versions.
+        for amaxes, history, scales, counts in (self._tensors(), self._copies()):
+            scales[QUANT, row] = scale
+            scales[DEQUANT, row] = torch.where(scale > 0, 1.0 / scale, 0.0)
+            amaxes[row] = ABSENT
+            history[row] = saved["amax_history"] * self.unit
+            counts[:, row] = 0  # what was saved before version 0.2 has two counters
+            counts[: len(saved["counts"]), row] = saved["counts"]
+
+    def prime(self, row: int, amax: float) -> None:
+        """As if a pass had seen that amax, with the tensor's own scale: nothing was saturated by it."""
+        for _, *state in (self._tensors(), self._copies()):
+            settings = self.counts.data[COUNTERS:, row : row + 1].clone()
+            settings[LOOK - COUNTERS] = 1
+            history, scales, counts = (state[0][row : row + 1], *(tensor[:, row : row + 1] for tensor in state[1:]))
+            seen = torch.full((1,), amax, dtype=torch.float32, device=history.device)
+            whole = torch.cat([counts, settings])
+            new = update(history, scales, whole, seen, self.kind.largest, *self.kind.rule.arguments)
+            for old, one in zip((history, scales, counts), (*new[:2], new[2][:COUNTERS])):
+                old.copy_(one)

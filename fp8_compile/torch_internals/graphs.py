@@ -1,0 +1,97 @@
+"""Fake tensors, names of operations, and how a function is traced for a graph."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from typing import Any, Callable, Iterable, Mapping
+
+import torch
+from torch import fx
+from torch._guards import detect_fake_mode
+from torch._ops import OpOverload
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    unset_fake_temporarily,
+)
+from torch.utils import _pytree as pytree
+
+__all__ = ["FakeTensorMode", "OpOverload", "pytree"]
+
+# What a model raises on fake tensors where its Python code looks at values.
+LOOKS_AT_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
+# Operations that run a whole layer of torch.nn in inference.
+ENCODER_LAYER, MULTI_HEAD_ATTENTION = torch._transformer_encoder_layer_fwd, torch._native_multi_head_attention
+
+
+def is_fake(item: Any) -> bool:
+    return isinstance(item, FakeTensor)
+
+
+def real_tensors() -> contextlib.AbstractContextManager[Any]:
+    """Tensors that are made meanwhile are real, also while a graph is compiled, which runs on fake ones."""
+    return unset_fake_temporarily()
+
+
+def fake_mode_of(tensors: Iterable[Any]) -> FakeTensorMode:
+    """The mode under which these fake tensors were made."""
+    return detect_fake_mode(list(tensors))  # type: ignore[return-value]
+
+
+def quiet_fake_tensors() -> None:
+    """Keep torch from logging what a model did that fake tensors can't."""
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
+
+
+def schema_name(node: fx.Node) -> str:
+    """``aten::mm``; "" for what is not an operation of the dispatcher."""
+    return node.target._schema.name if isinstance(node.target, OpOverload) else ""
+
+
+def op_name(node: fx.Node) -> str:
+    """``mm``; "" for what is not an operation of the dispatcher."""
+    return schema_name(node).partition("::")[2]
+
+
+def argument_names(node: fx.Node) -> list[str]:
+    """Names of the arguments of a node's operation."""
+    assert isinstance(node.target, OpOverload), node
+    return [argument.name for argument in node.target._schema.arguments]
+
+
+def schema_of(op: OpOverload) -> Any:
+    return op._schema
+
+
+def python_dispatcher() -> contextlib.AbstractContextManager[None]:
+    """Decompositions and meta functions that are written in Python take part, as while a graph is traced."""
+    from torch._dispatch.python import enable_python_dispatcher
+
+    return enable_python_dispatcher()
+
+
+def trace(function: Callable[..., Any], *tensors: torch.Tensor) -> fx.Graph:
+    """The operations of a function, decomposed as Inductor wants them in a joint graph."""
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    return make_fx(function, decomposition_table=select_decomp_table())(*tensors).graph
+
+
+def triton_launch(
+    kernel: Any, grid: tuple[Any, ...], arguments: Mapping[str, Any], constants: Mapping[str, Any]
+) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """The operation that launches a Triton kernel which writes to some of its arguments, and what it is called with."""
+    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_mutation
+
+    # Or a launch, which has no result to be used, would be taken for dead code.
+    fx.node.has_side_effect(triton_kernel_wrapper_mutation)
+    return triton_kernel_wrapper_mutation, {
+        "kernel_idx": kernel_side_table.add_kernel(kernel),
+        "constant_args_idx": kernel_side_table.add_constant_args(dict(constants)),
+        "grid": [grid],
+        "tma_descriptor_metadata": {},
+        "kwargs": dict(arguments),
+    }

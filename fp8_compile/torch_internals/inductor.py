@@ -1,0 +1,114 @@
+"""Inductor: how it is called, its configuration, its cache folder and its C++ compiler.
+
+Everything is imported when it is used: Inductor takes seconds, which a process that only loads a package need not
+spend.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, Callable, Iterable, Mapping, Sequence
+
+from torch import fx
+
+
+def compile_joint(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    patches: Mapping[str, Any],
+    inner_compile: Callable[..., Any] | None = None,
+    *,
+    whole: bool = False,
+) -> Callable[..., Any]:
+    """Compile a Dynamo graph, forward and backward. ``inner_compile`` compiles each half; None: Inductor does.
+    ``whole``: backward is compiled now, not when it first runs."""
+    from torch._functorch import config
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    whole = whole or config.force_non_lazy_backward_lowering
+    # Told to save memory (a budget, aggressive_recomputation), the partitioner takes operations that it does not know
+    # for cheap, our gemms among them, unless it is to weigh these too.
+    with config.patch(force_non_lazy_backward_lowering=whole, is_non_builtin_to_include=True):
+        return compile_fx(
+            gm, list(inputs), inner_compile=inner_compile or compile_fx_inner, config_patches=dict(patches)
+        )
+
+
+def compile_ahead_of_time(gm: fx.GraphModule, args: Any, kwargs: Any, options: Mapping[str, Any]) -> list[Any]:
+    """The files that AOTInductor makes of a program."""
+    from torch._inductor import aot_compile
+
+    files = aot_compile(gm, args, kwargs, options=dict(options))
+    assert isinstance(files, list)
+    return files
+
+
+def mode_options(mode: str) -> dict[str, Any]:
+    """What ``torch.compile(mode=...)`` means for Inductor."""
+    from torch._inductor import list_mode_options
+
+    return list_mode_options(mode)
+
+
+def passes_of_user(field: str, patches: Mapping[str, Any]) -> list[Any]:
+    """The passes that a user has put into a field of Inductor's configuration, or into the options of this call."""
+    from torch._inductor import config
+    from torch._inductor.custom_graph_pass import get_custom_graph_passes
+
+    return list(get_custom_graph_passes(patches.get(field, getattr(config, field))))
+
+
+def unknown_options(names: Iterable[str]) -> dict[str, list[str]]:
+    """Names that Inductor's configuration does not have, each with all names that it has."""
+    from torch._inductor import config
+
+    unknown = {}
+    for name in names:
+        try:
+            operator.attrgetter(str(name).replace("-", "_"))(config)
+        except AttributeError:
+            unknown[name] = list(config.get_config_copy())
+    return unknown
+
+
+def unroll_threshold() -> int:
+    """Up to how many elements Inductor makes a pointwise sum of a reduction."""
+    from torch._inductor import config
+
+    return config.unroll_reductions_threshold
+
+
+def hash_of_files(files: Iterable[str]) -> str:
+    from torch._inductor.custom_graph_pass import get_hash_for_files
+
+    return get_hash_for_files(tuple(files)).hex()
+
+
+def cache_folder() -> str:
+    """The folder of Inductor's caches, which is made if it is not there."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return cache_dir()
+
+
+class NoCompiler(Exception):
+    """Inductor finds no C++ compiler that can be run."""
+
+
+def cpp_compiler() -> str:
+    """The C++ compiler that Inductor uses."""
+    from torch._inductor import cpp_builder
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        return cpp_builder.get_cpp_compiler()
+    except (InvalidCxxCompiler, OSError) as error:  # OSError: what CXX names is there, but is not a program
+        raise NoCompiler(str(error)) from error
+
+
+def cpp_compilers_searched() -> list[str]:
+    """Where Inductor looks for a C++ compiler."""
+    from torch._inductor import config
+
+    searched = config.cpp.cxx if isinstance(config.cpp.cxx, (list, tuple)) else (config.cpp.cxx,)
+    return [name for name in searched if name]

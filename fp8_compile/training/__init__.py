@@ -1,0 +1,1 @@
+"""What happens around ``optimizer.step()``: :func:`fp8_compile.attach` and its parts, one file for each."""

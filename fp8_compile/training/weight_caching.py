@@ -1,0 +1,59 @@
+"""The part of training that keeps FP8 copies of the weights, renewed once a step of the optimizer."""
+
+from __future__ import annotations
+
+import logging
+from typing import Callable
+
+from torch import nn
+
+from fp8_compile.scaling.handling import handle
+from fp8_compile.scaling.state import ScalingState, states_within
+from fp8_compile.scaling.weight_cache import WeightCache, mark_stepped
+
+from .part import Part, Step
+
+log = logging.getLogger("fp8_compile")
+
+
+class WeightCaching(Part):
+    """Weights are quantized once a step, all of them in one launch; see ``weight_cache.py``.
+
+    Code that was compiled before is compiled again at its next call. Detached, code goes on with its copies, which
+    are renewed whenever a weight has changed; what is compiled from then on has none.
+    """
+
+    name = "weight_cache"
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        recompile(model, "with FP8 copies of its weights", unless=lambda state: state.weights is not None)
+        handle(model, self).cached = True
+
+    @property
+    def caches(self) -> list[WeightCache]:
+        found = [state.weights for state in states_within(self.model).values()]
+        return [cache for cache in found if cache is not None]
+
+    def after_step(self, step: Step) -> None:
+        # Whoever wrote the new weights, master weights for instance, may have done it past the version counters. Only
+        # those of this optimizer: others may wait for a backward that reads the copies as they are.
+        if not step.skipped:
+            mark_stepped(step.optimizer)
+
+    def failed_step(self, step: Step) -> None:
+        self.after_step(step)  # some weights may have been written
+
+    def memory_bytes(self) -> int:
+        """What the copies take."""
+        return sum(cache.memory_bytes() for cache in self.caches)
+
+    def detach(self) -> None:
+        handle(self.model, self).cached = False
+
+
+def recompile(model: nn.Module, reason: str, *, unless: Callable[[ScalingState], bool]) -> None:
+    """Have code of the model compiled again, but for states whose code is right already: another training loop, which
+    shares the module, has seen to it."""
+    if any([state.recompile() for state in states_within(model).values() if not unless(state)]):
+        log.info("the model was compiled before: it is compiled again, %s", reason)

@@ -1,0 +1,1 @@
+"""Words and tools for graphs, which passes are written with. There is no pass here."""

@@ -1,0 +1,110 @@
+"""Where delayed scaling keeps what it knows of a tensor: slots, and the pool of them that a model has."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
+
+from torch import fx
+
+from fp8_compile.torch_internals.aot import named_inputs
+
+from ..joint.find_matmuls import Matmul, Role, is_backward
+
+FORWARD, BACKWARD, FROZEN = "forward", "backward", "frozen"
+FIELDS = ("amaxes", "history", "scales", "counts")  # of a page, in the order in which ops take them
+STATS = "stats"  # one more, where statistics are asked for
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorUse:
+    """One quantized tensor as one graph knows it: an operand of a matmul. A tensor that several matmuls read is known
+    by the first one."""
+
+    module: str  # that wrote the matmul
+    parameter: str  # that it multiplies by; "": none
+    line: str  # of code that wrote it, with its callers
+    ordinal: int  # which of the matmuls with that parameter on that line
+    role: Role
+    part: int | None = None  # of a stack of products: which
+    number: int = 0  # which of the module's matmuls in this graph: how slots were named before version 0.2
+
+    @property
+    def direction(self) -> str:
+        """In which pass its amax becomes known."""
+        return BACKWARD if self.role is Role.GRAD_OUTPUT else FORWARD
+
+    @property
+    def product(self) -> str:
+        """What the matmul is known by, in all graphs."""
+        return self.parameter or f"{self.module}.{WITHOUT_PARAMETER}".lstrip(".")
+
+    @property
+    def old_name(self) -> str:
+        return f"{self.module}#{self.number}.{_operand(self.role, self.part)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """What the state remembers of a tensor: the ``use``-th use of a parameter in all graphs of a model, and the role of
+    the tensor in it."""
+
+    product: str
+    use: int
+    role: Role
+    part: int | None = None
+
+    @property
+    def layer(self) -> str:
+        """The module whose product it is."""
+        return self.product.rpartition(".")[0]
+
+    def __str__(self) -> str:
+        """``blocks.0.up#0.input``: a weight called ``weight`` has the name of its layer."""
+        short = self.layer if self.product.rpartition(".")[2] == "weight" else self.product
+        return f"{short}#{self.use}.{_operand(self.role, self.part)}"
+
+
+WITHOUT_PARAMETER = "matmul"  # the last part of the name of a product that has no parameter
+
+
+def _operand(role: Role, part: int | None) -> str:
+    return str(role) if part is None else f"{role}[{part}]"
+
+
+def tensor_use(site: Matmul, role: Role, part: int | None = None) -> TensorUse:
+    """What an operand of a matmul is known by."""
+    return TensorUse(site.module, site.parameter, site.line, site.ordinal, role, part, site.number)
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a slot lies: a row of a page. A page is a handful of tensors (``FIELDS``) for many slots."""
+
+    page: int
+    row: int
+
+
+class SlotPool(Protocol):
+    """What passes ask of the state; ``fp8_compile.scaling_state`` answers."""
+
+    def place(self, tensor: TensorUse) -> Place | None:
+        """The place of a tensor's slot, a new one if it has none. None: the tensor takes its own scale."""
+        ...
+
+    def direction(self, tensor: TensorUse) -> str:
+        """Of the page that the place is in."""
+        ...
+
+
+def buffer_name(direction: str, page: int, field: str) -> str:
+    """What a tensor of the state is called in a graph."""
+    return f"fp8_{direction}_{page}_{field}"
+
+
+def state_of(graph: fx.Graph) -> dict[str, fx.Node]:
+    """The placeholders of a graph that hold the state, by the names that the backend gave them: that of training in a
+    graph that trains, in others that of frozen scales."""
+    directions = (FORWARD, BACKWARD) if any(is_backward(node) for node in graph.nodes) else (FROZEN,)
+    prefixes = tuple(f"fp8_{direction}_" for direction in directions)
+    return {name: node for name, node in named_inputs(graph).items() if name.startswith(prefixes)}

@@ -1,0 +1,1 @@
+"""Passes that run before the graph is split into forward and backward."""

@@ -1,0 +1,78 @@
+"""Record what delayed scaling will need, while the model still runs in high precision."""
+
+from __future__ import annotations
+
+from torch import fx
+from torch.fx.node import map_arg
+
+from fp8_compile.kernels.formats import format_of
+from fp8_compile.kernels.quantize import block_amax, quantize_op
+
+from ..graph.emit import emit, inline
+from ..graph.slot import SlotPool, state_of
+from ..graph_pass import GraphPass, PassReport
+from .decide import Rules
+from .delay_scales import PageInGraph, UpdateRule
+from .find_matmuls import Names
+from .rewrite_matmuls import RewriteMatmuls
+from .share_quantizes import ShareQuantizes
+
+
+class RecordAmaxes(GraphPass):
+    """Leave every matmul as it is, and record the amaxes of what :class:`RewriteMatmuls` would quantize.
+
+    Before:  y = mm(x, permute(w))
+    After:   y = mm(x, permute(w))
+             amax = amax(abs(x));  ...
+             history', scales', counts' = fp8_compile.update_scales(amaxes, history, scales, counts)
+             amaxes' = fp8_compile.record_amaxes(amaxes, [amax, ...], [row, ...])
+             copy_(history, history');  copy_(scales, scales');  copy_(counts, counts');  copy_(amaxes, amaxes')
+
+    Which tensors share a slot is found by rewriting a copy of the graph.
+    """
+
+    def __init__(self, rules: Rules, names: Names, pool: SlotPool, rule: UpdateRule, *, held: bool = False) -> None:
+        self.rules, self.names, self.pool, self.rule, self.held = rules, names, pool, rule, held
+
+    def run(self, graph: fx.Graph) -> PassReport:
+        state = state_of(graph)
+        if not state:
+            return PassReport(0, "amaxes recorded")
+        rewritten, original = _copy(graph)
+        RewriteMatmuls(self.rules, self.names, strict=False).run(rewritten)
+        ShareQuantizes().run(rewritten)
+        quantizes = rewritten.find_nodes(op="call_function", target=quantize_op)
+        pages: dict[tuple[str, int], PageInGraph] = {}
+        for node in quantizes:
+            place = self.pool.place(node.meta["fp8_use"])
+            if place is None:
+                continue
+            key = self.pool.direction(node.meta["fp8_use"]), place.page
+            if key not in pages:
+                largest = format_of(node.args[1]).max  # type: ignore[arg-type]
+                pages[key] = PageInGraph(graph, *key, state, self.rule, largest, held=self.held)
+            x = _here(graph, node.args[0], original)  # type: ignore[arg-type]
+            with graph.inserting_before(graph.output_node()):
+                pages[key].record(place.row, inline(graph, block_amax, x, node.args[2], like=x), None)
+        for page in pages.values():
+            page.finish(stats=False, made=[])
+        return PassReport(len(quantizes), "amaxes recorded")
+
+
+def _copy(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    """A copy, and for each of its nodes the one that it was copied from."""
+    copies: dict[fx.Node, fx.Node] = {}
+    new = fx.Graph()
+    output = new.graph_copy(graph, copies)
+    new.output(output).meta.update(graph.output_node().meta)
+    return new, {copied: node for node, copied in copies.items()}
+
+
+def _here(graph: fx.Graph, node: fx.Node, original: dict[fx.Node, fx.Node]) -> fx.Node:
+    """The node in ``graph`` for one of the rewritten copy; a slice of a stack is made there too."""
+    if node not in original:
+        args, kwargs = map_arg((node.args, node.kwargs), lambda arg: _here(graph, arg, original))
+        like = next(iter(arg for arg in args if isinstance(arg, fx.Node)))
+        with graph.inserting_before(graph.output_node()):
+            original[node] = emit(graph, node.target, *args, like=like, **kwargs)  # type: ignore[arg-type]
+    return original[node]

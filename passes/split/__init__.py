@@ -1,0 +1,1 @@
+"""Passes that run on forward and backward, once it is known what is saved between them."""

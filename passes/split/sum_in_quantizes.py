@@ -1,0 +1,68 @@
+"""Let the kernels that quantize gradients sum their columns, for the biases."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from fp8_compile.kernels.inductor.cast_blocks import cast_blocks_op
+from fp8_compile.kernels.inductor.record_amax import record_amax_op
+from fp8_compile.kernels.inductor.sum_tiles import TILE, sum_tiles_op
+from fp8_compile.kernels.quantize import WHOLE
+
+from ..graph.emit import emit, value
+from ..graph_pass import GraphPass, PassReport
+from ..joint.find_matmuls import root_of
+from .relayout_bytes import made_by_reduction
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+
+class SumInQuantizes(GraphPass):
+    """Replace the sum over the rows of a gradient that is quantized by one scale, once the graph is split.
+
+    Before:  db: bf16[N] = sum(dy, [0])                                   dy: bf16[M, N]
+    After:   tiles: fp32[M / 64, N] = fp8_compile.sum_tiles(dy)           fused into the kernel that quantizes dy
+             db = convert_element_type(sum(tiles, [0]), bf16)
+
+    Not where dy comes out of a norm's backward: that kernel goes along rows, and Inductor adds up columns there. Nor
+    with many scales: those kernels look at whole rows, columns or blocks first.
+    """
+
+    def run(self, graph: fx.Graph) -> PassReport:
+        delayed = [node.args[1] for node in graph.find_nodes(op="call_function", target=record_amax_op)]
+        casts = graph.find_nodes(op="call_function", target=cast_blocks_op)
+        by_one_scale = [node.args[0] for node in casts if tuple(node.args[3]) == (WHOLE, WHOLE)]
+        quantized = {root_of(node) for node in (*delayed, *by_one_scale)}
+        changed = 0
+        for node in graph.find_nodes(op="call_function", target=aten.sum.dim_IntList):
+            if not _is_over_rows(node) or root_of(node.args[0]) not in quantized or made_by_reduction(node.args[0]):
+                continue
+            with graph.inserting_before(node):
+                total = self._sum(graph, node)
+            node.replace_all_uses_with(total)
+            graph.erase_node(node)
+            changed += 1
+        return PassReport(changed, "sums over rows made where gradients are quantized")
+
+    def _sum(self, graph: fx.Graph, node: fx.Node) -> fx.Node:
+        x: fx.Node = node.args[0]  # type: ignore[assignment]
+        dims, columns = value(x).dim(), value(x).shape[-1]
+        matrix = x if dims == 2 else emit(graph, aten.reshape.default, x, [-1, columns], like=node)
+        tiles = emit(graph, sum_tiles_op, matrix, like=node)
+        total = emit(graph, aten.sum.dim_IntList, tiles, [0], like=node)
+        total = emit(graph, prims.convert_element_type.default, total, value(node).dtype, like=node)
+        kept = value(node).dim() == dims
+        return emit(graph, aten.reshape.default, total, [*(dims - 1) * [1], -1], like=node) if kept else total
+
+
+def _is_over_rows(node: fx.Node) -> bool:
+    """Whether a sum is over all dimensions of a tensor but the last one, and over more than one tile."""
+    x = value(node.args[0])  # type: ignore[arg-type]
+    dims = sorted(dim % x.dim() for dim in node.args[1] or range(x.dim()))  # type: ignore[union-attr, operator]
+    rows = math.prod(x.shape[:-1])
+    over_rows = dims == list(range(x.dim() - 1)) and isinstance(x.shape[-1], int)
+    return over_rows and not statically_known_true(rows <= TILE)

@@ -1,0 +1,105 @@
+"""Once the graph is split: change the scaling state in place."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from fp8_compile.kernels.cpu import update_scales as _registered  # noqa: F401  for CPUs
+from fp8_compile.kernels.delayed_scaling import (
+    accumulate_in_place_op,
+    accumulate_op,
+    next_scales_op,
+    record_in_place_op,
+    record_op,
+    update_in_place_op,
+    update_op,
+)
+from fp8_compile.kernels.inductor.record_amax import record_amax_op
+
+from ..graph.emit import call_triton, emit, first_call, value
+from ..graph_pass import GraphPass, PassReport
+from ..joint.lower_quantizes import source_of_scale
+
+aten = torch.ops.aten
+
+
+class UpdateInPlace(GraphPass):
+    """Replace the functional update of the state, and the copies of its results, by calls that write to it.
+
+    Before:  known = fp8_compile.next_scales(amaxes, history, scales, counts)
+             amax = amax(abs(x))
+             ...
+             history', scales', counts' = fp8_compile.update_scales(amaxes, history, scales, counts)
+             amaxes' = fp8_compile.record_amaxes(amaxes, [amax], [row])
+             copy_(history, history');  copy_(scales, scales');  copy_(counts, counts');  copy_(amaxes, amaxes')
+    After:   known = empty_like(scales)
+             update_scales_kernel(amaxes, history, scales, counts, known)         on a GPU: one Triton kernel
+             fp8_compile.record_amax(amaxes, x, row)                              fused into the kernel that makes x
+    CPU:     fp8_compile.update_scales_(amaxes, history, scales, counts, known)
+             fp8_compile.record_amaxes_(amaxes, [amax], [row])
+
+    Held:    amaxes' = fp8_compile.accumulate_amaxes(amaxes, [amax], [row]);  copy_(amaxes, amaxes')
+    After:   fp8_compile.record_amax(amaxes, x, row)                              GPU
+             fp8_compile.accumulate_amaxes_(amaxes, [amax], [row])                CPU
+    """
+
+    def run(self, graph: fx.Graph) -> PassReport:
+        begins = {node.args[0]: node for node in graph.find_nodes(op="call_function", target=next_scales_op)}
+        ends = {node.args[0]: node for node in graph.find_nodes(op="call_function", target=record_op)}
+        updates = {node.args[0]: node for node in graph.find_nodes(op="call_function", target=update_op)}
+        for amaxes, record in ends.items():
+            in_place = _OnGpu if value(amaxes).device.type != "cpu" else _OnCpu
+            # First of all: the partitioner may have moved what reads or records before the node that was first.
+            with graph.inserting_before(first_call(graph)):
+                known = in_place.update(graph, begins[amaxes])
+            begins[amaxes].replace_all_uses_with(known)
+            in_place.record(graph, record)
+            for node in (record, *list(updates[amaxes].users)):
+                for copy in [user for user in node.users if user.target is aten.copy_.default]:
+                    graph.erase_node(copy)
+            for node in (record, *list(updates[amaxes].users), updates[amaxes], begins[amaxes]):
+                graph.erase_node(node)
+        held = graph.find_nodes(op="call_function", target=accumulate_op)
+        for record in held:
+            in_place = _OnGpu if value(record.args[0]).device.type != "cpu" else _OnCpu
+            in_place.record(graph, record)
+            for copy in list(record.users):
+                graph.erase_node(copy)
+            graph.erase_node(record)
+        return PassReport(len(ends) + len(held), "pages of the scaling state updated in place")
+
+
+class _OnCpu:
+    @staticmethod
+    def update(graph: fx.Graph, node: fx.Node) -> fx.Node:
+        known = emit(graph, aten.empty_like.default, node.args[2], like=node)
+        emit(graph, update_in_place_op, *node.args[:4], known, *node.args[4:], like=node)
+        return known
+
+    @staticmethod
+    def record(graph: fx.Graph, node: fx.Node) -> None:
+        amaxes, recorded, rows, _ = node.args
+        op = record_in_place_op if node.target is record_op else accumulate_in_place_op
+        with graph.inserting_before(node):
+            emit(graph, op, amaxes, recorded, rows, like=node)
+
+
+class _OnGpu:
+    @staticmethod
+    def update(graph: fx.Graph, node: fx.Node) -> fx.Node:
+        from fp8_compile.kernels.gpu.update_scales import launch_arguments, update_scales_kernel
+
+        amaxes, history, scales, counts, *rule = node.args
+        known = emit(graph, aten.empty_like.default, scales, like=node)
+        tensors = dict(amaxes_ptr=amaxes, history_ptr=history, scales_ptr=scales, counts_ptr=counts, known_ptr=known)
+        grid, scalars = launch_arguments(*value(history).shape, *rule)  # type: ignore[arg-type]
+        call_triton(graph, update_scales_kernel, grid, tensors, scalars, like=node)  # type: ignore[arg-type]
+        return known
+
+    @staticmethod
+    def record(graph: fx.Graph, node: fx.Node) -> None:
+        amaxes, recorded, rows, _ = node.args
+        for amax, row in zip(recorded, rows):  # type: ignore[arg-type]
+            with graph.inserting_before(amax):
+                emit(graph, record_amax_op, amaxes, source_of_scale(amax), row, like=amax)

@@ -1,0 +1,184 @@
+"""Casts to FP8 become calls of our C++, with the same bits; what is saved in FP8 stays in FP8."""
+
+from __future__ import annotations
+
+import functools
+
+import expecttest
+import pytest
+import torch
+from graph_text import op_name, ops, render
+from joint_graph import Split, apply, assert_same_results, copy_graph, random_inputs, split
+from torch import Tensor, fx, nn
+
+from fp8_compile.passes.split.call_cpu_kernels import CallCpuKernels
+
+INF, NAN = float("inf"), float("nan")
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+class Mlp(nn.Module):
+    """The second layer's input is saved for backward, as relu's mask is cheaper than what went into relu."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 70, dtype=dtype), nn.Linear(70, 32, bias=False, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+@functools.cache  # nothing below changes them
+def halves(recipe: str = "tensorwise", dtype: torch.dtype = torch.float32) -> Split:
+    return split(Mlp(dtype), torch.randn(2, 9, 32, dtype=dtype, requires_grad=True), target="cpu", recipe=recipe)
+
+
+def called(graph: fx.Graph) -> tuple[fx.Graph, int]:
+    done = copy_graph(graph)
+    return done, apply(CallCpuKernels(), done)
+
+
+def poisoned(graph: fx.Graph, value: float) -> list[Tensor]:
+    """Random inputs, the value in one place of each large one, and magnitudes from the subnormal to the huge."""
+    inputs = random_inputs(graph)
+    for tensor in inputs:
+        if tensor.numel() == 1:
+            tensor.abs_()  # scales, which are never negative
+        if tensor.numel() > 100 and tensor.dtype.is_floating_point and tensor.dtype not in FP8:
+            tensor.mul_(torch.logspace(-8, 4, tensor.shape[-1]))
+            tensor.view(-1)[17] = value
+    return inputs
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_both_halves_give_the_same_bits(recipe: str, dtype: torch.dtype) -> None:
+    made = halves(recipe, dtype)
+    for graph in (made.forward, made.backward):
+        after, changes = called(graph)
+        assert changes > 0
+        for value in (1.0, 0.0, INF, -INF, NAN):
+            assert_same_results(graph, after, poisoned(graph, value))
+
+
+def test_no_cast_and_no_reduction_is_left_to_inductor() -> None:
+    made = halves()
+    for graph in (made.forward, made.backward):
+        assert {"to", "amax", "clamp_max"} <= set(ops(graph))
+        after, _ = called(graph)
+        assert not {"to", "amax", "clamp_max", "reciprocal"} & set(ops(after))
+        assert ops(after)["scaled_mm"] == ops(graph)["scaled_mm"]
+
+
+def test_a_tensor_that_is_saved_in_fp8_stays_in_fp8() -> None:
+    made = halves()
+    after, _ = called(made.forward)
+    before_types, after_types = (
+        [node.meta["val"].dtype for node in graph.output_node().args[0]] for graph in (made.forward, after)
+    )
+    assert before_types == after_types
+    assert after_types.count(torch.float8_e4m3fn) == 2
+    saved = [node for node in after.output_node().args[0] if node.meta["val"].dtype in FP8]
+    assert {op_name(node) for node in saved} == {"cast"}
+
+
+def test_each_tensor_is_cast_once_in_each_half() -> None:
+    """Forward casts two inputs and two weights; backward two gradients, and the weights again, which are not saved."""
+    made = halves()
+    forward, backward = called(made.forward)[0], called(made.backward)[0]
+    assert (ops(forward)["cast"], ops(backward)["cast"]) == (4, 4)
+
+
+def test_golden_of_a_forward_graph() -> None:
+    expecttest.assert_expected_inline(render(called(halves().forward)[0]), """\
+primals_1: f32[70, 32]
+primals_2: f32[70]
+primals_3: f32[2, 9, 32]
+primals_4: f32[32, 70]
+scales: (f32[1, 1], f32[1, 1]) = scales(primals_4, e4m3, [-1, -1])
+scales_1: (f32[1, 1], f32[1, 1]) = scales(primals_1, e4m3, [-1, -1])
+view: f32[18, 32] = view(primals_3, [18, 32])
+scales_2: (f32[1, 1], f32[1, 1]) = scales(view, e4m3, [-1, -1])
+cast: e4m3[18, 32] = cast(view, scales_2[0], e4m3, [-1, -1])
+cast_1: e4m3[70, 32] = cast(primals_1, scales_1[0], e4m3, [-1, -1])
+scaled_mm: f32[18, 70] = scaled_mm(cast, cast_1.T, scales_2[1], scales_1[1].T, primals_2, f32)
+view_1: f32[2, 9, 70] = view(scaled_mm, [2, 9, 70])
+relu: f32[2, 9, 70] = relu(view_1)
+view_2: f32[18, 70] = view(relu, [18, 70])
+scales_3: (f32[1, 1], f32[1, 1]) = scales(view_2, e4m3, [-1, -1])
+cast_2: e4m3[18, 70] = cast(view_2, scales_3[0], e4m3, [-1, -1])
+cast_3: e4m3[32, 70] = cast(primals_4, scales[0], e4m3, [-1, -1])
+scaled_mm_1: f32[18, 32] = scaled_mm(cast_2, cast_3.T, scales_3[1], scales[1].T, None, f32)
+view_3: f32[2, 9, 32] = view(scaled_mm_1, [2, 9, 32])
+le: b8[2, 9, 70] = le(relu, 0)
+return view_3, primals_1, primals_4, scales_2[1], cast, scales_1[0], scales_1[1], scales_3[1], cast_2, scales[0],
+    scales[1], le
+""")
+
+
+def test_golden_of_a_backward_graph() -> None:
+    expecttest.assert_expected_inline(render(called(halves().backward)[0]), """\
+primals_1: f32[70, 32]
+primals_4: f32[32, 70]
+add_tensor: f32[1, 1]
+convert_element_type_default: e4m3[18, 32]
+mul_tensor_3: f32[1, 1]
+add_tensor_1: f32[1, 1]
+add_tensor_2: f32[1, 1]
+convert_element_type_default_2: e4m3[18, 70]
+mul_tensor_9: f32[1, 1]
+add_tensor_3: f32[1, 1]
+le: b8[2, 9, 70]
+tangents_1: f32[2, 9, 32]
+view: f32[18, 32] = view(tangents_1, [18, 32])
+scales: (f32[1, 1], f32[1, 1]) = scales(view, e5m2, [-1, -1])
+cast: e5m2[18, 32] = cast(view, scales[0], e5m2, [-1, -1])
+scaled_mm: f32[32, 70] = scaled_mm(cast.T, convert_element_type_default_2, scales[1].T, add_tensor_2, None, f32)
+cast_1: e4m3[32, 70] = cast(primals_4, mul_tensor_9, e4m3, [-1, -1])
+scaled_mm_1: f32[18, 70] = scaled_mm(cast, cast_1, scales[1], add_tensor_3, None, f32)
+view_1: f32[2, 9, 70] = view(scaled_mm_1, [2, 9, 70])
+full: f32[] = full([], 0.0, dtype=f32, layout=torch.strided, device=cpu)
+where: f32[2, 9, 70] = where(le, full, view_1)
+view_2: f32[18, 70] = view(where, [18, 70])
+scales_1: (f32[1, 1], f32[1, 1]) = scales(view_2, e5m2, [-1, -1])
+cast_2: e5m2[18, 70] = cast(view_2, scales_1[0], e5m2, [-1, -1])
+cast_3: e4m3[70, 32] = cast(primals_1, mul_tensor_3, e4m3, [-1, -1])
+scaled_mm_2: f32[18, 32] = scaled_mm(cast_2, cast_3, scales_1[1], add_tensor_1, None, f32)
+scaled_mm_3: f32[70, 32] = scaled_mm(cast_2.T, convert_element_type_default, scales_1[1].T, add_tensor, None, f32)
+sum: f32[1, 70] = sum(view_2, [0], True)
+view_3: f32[70] = view(sum, [70])
+view_4: f32[2, 9, 32] = view(scaled_mm_2, [2, 9, 32])
+return scaled_mm_3, view_3, view_4, scaled_mm
+""")
+
+
+def test_blocks_of_tiles_are_left_to_inductor() -> None:
+    made = halves("blockwise")
+    for graph in (made.forward, made.backward):
+        after, _ = called(graph)
+        assert not {"cast", "scales"} & set(ops(after))
+        assert ops(after)["amax"] == ops(graph)["amax"]
+        assert_same_results(graph, after, poisoned(graph, NAN))
+
+
+def test_symbolic_sizes_give_the_same_bits() -> None:
+    made = split(Mlp(), torch.randn(2, 9, 32, requires_grad=True), target="cpu", dynamic=True)
+    for graph in (made.forward, made.backward):
+        after, changes = called(graph)
+        assert changes > 0
+        assert_same_results(graph, after, random_inputs(graph))
+
+
+def test_a_cast_of_the_users_own_is_left_alone() -> None:
+    class Rounded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(32, 32, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x).to(torch.float8_e4m3fn).to(torch.float32) * x
+
+    made = split(Rounded(), torch.randn(2, 9, 32, requires_grad=True), target="cpu")
+    after, _ = called(made.forward)
+    assert ops(after)["to"] == 2
+    assert_same_results(made.forward, after, random_inputs(made.forward))
