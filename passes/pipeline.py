@@ -15,12 +15,12 @@ from fp8_compile.kernels.inductor import peak_estimate
 from fp8_compile.torch_internals.custom_pass import CustomGraphPass
 from fp8_compile.torch_internals.inductor import hash_of_files
 
+from .graph.roles import is_backward
 from .graph.row import Row
 from .graph_pass import GraphPass
 from .joint.allow_recompute import ForgetCopies, ReadAgain
 from .joint.decide import Rules
 from .joint.delay_scales import DelayScales
-from .joint.find_matmuls import is_backward
 from .joint.lower_quantizes import LowerQuantizes
 from .joint.lower_scaled_mm_cpu import LowerScaledMmForCpu
 from .joint.multiply_experts import MultiplyExperts, StackNames

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -17,11 +18,35 @@ ROOT = Path(__file__).parent.parent
 # Folder -> the name it is installed as.
 PACKAGES = {"fp8_compile": "fp8_compile", "passes": "fp8_compile.passes", "kernels": "fp8_compile.kernels"}
 OUR_FOLDERS = (*PACKAGES, "tests", "examples", "benchmarks")
-# Folder -> what it may import of ours. Imports go fp8_compile -> passes -> kernels, never back.
+WALL = "fp8_compile.torch_internals"
+# Folder -> what it may import of ours. Imports go fp8_compile -> passes -> kernels -> torch_internals, never back.
 ALLOWED = {
-    "passes": ("fp8_compile.passes", "fp8_compile.kernels"),
-    "kernels": ("fp8_compile.kernels",),
+    "passes": ("fp8_compile.passes", "fp8_compile.kernels", WALL),
+    "kernels": ("fp8_compile.kernels", WALL),
+    "fp8_compile/torch_internals": (WALL,),
+    "passes/graph": ("fp8_compile.passes.graph", "fp8_compile.kernels", WALL),
+    "kernels/inductor": ("fp8_compile.kernels", WALL),
 }
+# Room of fp8_compile -> the rooms that it may import. What stands beside the rooms is for all of them.
+ROOMS = {
+    "torch_internals": set[str](),
+    "scaling": set[str](),
+    "reporting": {"scaling"},
+    "training": {"scaling"},
+    "packing": set[str](),
+    "backend": {"reporting", "scaling"},
+    "aot_package": {"backend", "packing"},
+    "cli": {"reporting"},
+}
+# Modules beside the rooms that stand on one of them.
+ON_ROOMS = {"__init__", "__main__", "hugging_face", "lightning"}
+# Where private parts of other packages may be named, and of which packages they are private.
+BEHIND_THE_WALL = ("fp8_compile/torch_internals", "kernels/inductor", "kernels/gpu")
+OTHERS = ("torch", "triton", "transformers", "lightning", "torchao")
+# Attributes of torch's objects that begin with an underscore, on whatever they are.
+PRIVATE_ATTRIBUTES = {
+    "_version", "_orig_mod", "_local_tensor", "_compiled_call_impl", "_schema", "_dynamo_source", "_compiler_ctx",
+}  # fmt: skip
 MOST_LINES, MOST_TEST_LINES = 400, 500  # a test file may be a long table of cases
 
 
@@ -48,6 +73,39 @@ def imports(file: Path, root: Path = ROOT) -> Iterator[str]:
             yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
+def rooms_imported(file: Path) -> set[str]:
+    """The rooms of fp8_compile that a file imports from."""
+    names = [name.split(".") for name in imports(file)]
+    return {parts[1] for parts in names if parts[0] == "fp8_compile" and len(parts) > 1 and parts[1] in ROOMS}
+
+
+def root_of(node: ast.expr) -> ast.expr:
+    """What a dotted name starts with."""
+    return root_of(node.value) if isinstance(node, ast.Attribute) else node
+
+
+def private_names(file: Path) -> set[str]:
+    """Private parts of other packages that a file names: in imports, in dotted names, as attributes."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text(), str(file))):
+        if isinstance(node, ast.Attribute):
+            if node.attr in PRIVATE_ATTRIBUTES:
+                found.add(node.attr)
+            names = [ast.unparse(node)] if isinstance(root_of(node), ast.Name) else []
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            package, *parts = name.split(".")
+            an_operation = parts[:1] == ["ops"]  # torch.ops.aten._scaled_mm: the dispatcher's names are stable
+            if package in OTHERS and not an_operation and any(re.match("_[a-zA-Z]", part) for part in parts):
+                found.add(name)
+    return found
+
+
 def imports_back(folder: str, root: Path = ROOT) -> list[str]:
     """Imports of a folder that go the wrong way."""
     wrong = []
@@ -59,9 +117,56 @@ def imports_back(folder: str, root: Path = ROOT) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("folder", ["passes", "kernels"])
+@pytest.mark.parametrize("folder", ALLOWED)
 def test_imports_never_go_back(folder: str) -> None:
     assert imports_back(folder) == []
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_rooms_import_one_way(room: str) -> None:
+    files = sources(f"fp8_compile/{room}")
+    allowed = {room, *ROOMS[room], "torch_internals"}
+    assert {str(file): wrong for file in files if (wrong := rooms_imported(file) - allowed)} == {}
+
+
+def test_every_room_has_its_place_in_the_order() -> None:
+    folders = {path.parent.name for path in (ROOT / "fp8_compile").glob("*/__init__.py")}
+    assert folders == set(ROOMS)
+    reached = {room: set(others) for room, others in ROOMS.items()}
+    for _ in ROOMS:
+        reached = {room: others.union(*(reached[other] for other in others)) for room, others in reached.items()}
+    assert [room for room, others in reached.items() if room in others] == [], "no way leads back"
+
+
+def test_what_stands_beside_the_rooms_does_not_stand_on_them() -> None:
+    files = [file for file in (ROOT / "fp8_compile").glob("*.py") if file.stem not in ON_ROOMS]
+    assert {file.name: rooms for file in files if (rooms := rooms_imported(file) - {"torch_internals"})} == {}
+
+
+def test_private_parts_of_other_packages_are_named_behind_the_wall_alone() -> None:
+    files = [file for file in sources(*PACKAGES) if not str(file.relative_to(ROOT)).startswith(BEHIND_THE_WALL)]
+    found = {str(file.relative_to(ROOT)): private_names(file) for file in files}
+    assert {file: names for file, names in found.items() if names} == {}
+
+
+@pytest.mark.parametrize(
+    "line, name",
+    [
+        ("from torch._inductor import ir", "torch._inductor.ir"),
+        ("def f():\n    import torch._dynamo", "torch._dynamo"),
+        ("import torch\ntorch._foreach_add_([], 1)", "torch._foreach_add_"),
+        ("from torch.utils import _pytree", "torch.utils._pytree"),
+        ("x = weight._version", "_version"),
+    ],
+)
+def test_a_private_name_would_be_found(tmp_path: Path, line: str, name: str) -> None:
+    (tmp_path / "new.py").write_text(line + "\n")
+    assert private_names(tmp_path / "new.py") == {name}
+
+
+def test_operations_are_not_private(tmp_path: Path) -> None:
+    (tmp_path / "new.py").write_text("import torch\nop = torch.ops.aten._scaled_mm.default\nself._x = 1\n")
+    assert private_names(tmp_path / "new.py") == set()
 
 
 def test_the_front_door_imports_no_tests_or_examples() -> None:
@@ -73,7 +178,7 @@ def test_the_front_door_imports_no_tests_or_examples() -> None:
 @pytest.mark.parametrize(
     "folder, line, name",
     [
-        ("kernels", "from fp8_compile.passes.emit import emit", "fp8_compile.passes.graph.emit.emit"),
+        ("kernels", "from fp8_compile.passes.graph.emit import emit", "fp8_compile.passes.graph.emit.emit"),
         ("kernels", "from ..target import Target", "fp8_compile.target.Target"),
         ("kernels", "from .. import passes", "fp8_compile.passes"),
         ("kernels", "import fp8_compile.config", "fp8_compile.config"),

@@ -158,7 +158,8 @@ class _Graph:
                 compiled = delayed_state.LookFirst(compiled, looking, pool, weights.slots if weights else ())
             if config.warmup_steps and torch.is_grad_enabled():
                 compiled = WarmUp(compiled, self._compile_warm_up(), pool, config.warmup_steps)
-            recorder = PassRecorder(dump.path, pool) if dump and dump.trains and config.stats else None
+            records = dump is not None and dump.trains and config.stats
+            recorder = PassRecorder(dump.path, pool, dump.refresh_page) if dump and records else None
             compiled = delayed_state.CountOnce(compiled, pool, recorder)
             if weights and weights.uses:
                 compiled = FreshWeights(compiled, weights)

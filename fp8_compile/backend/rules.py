@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from fp8_compile.config import Config
+from fp8_compile.passes.graph.roles import Role
 from fp8_compile.passes.joint.decide import Rules
-from fp8_compile.passes.joint.find_matmuls import Role
 from fp8_compile.selection import Selection
 from fp8_compile.target import Target
 

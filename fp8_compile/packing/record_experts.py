@@ -7,7 +7,9 @@ from __future__ import annotations
 import contextlib
 from typing import Any, Callable, Iterator, Mapping
 
-from torch import _C, Tensor, nn
+from torch import Tensor, nn
+
+from fp8_compile.torch_internals.graphs import plain_torch_functions
 
 from .expert_stacks import ExpertStack
 
@@ -57,7 +59,7 @@ class Watched(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with _C.DisableTorchFunctionSubclass():
+        with plain_torch_functions():
             result = func(*args, **(kwargs or {}))
         called = getattr(func, "__name__", "")
         if called == "__getitem__" and not args[0].matrix and result.dim() == 2:

@@ -10,9 +10,9 @@ import re
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.parametrize import ParametrizationList
+
+from fp8_compile.torch_internals.modules import NORMS_AND_CONVOLUTIONS
 
 NO_PRODUCTS = (
     nn.Embedding,
@@ -20,8 +20,7 @@ NO_PRODUCTS = (
     nn.LayerNorm,
     nn.GroupNorm,
     nn.RMSNorm,
-    _NormBase,
-    _ConvNd,
+    *NORMS_AND_CONVOLUTIONS,
     nn.PReLU,
     ParametrizationList,  # the module that it belongs to has the row
 )

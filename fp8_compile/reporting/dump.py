@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import fx
 
-from fp8_compile.passes.joint.find_matmuls import Names
+from fp8_compile.passes.graph.roles import Names
 
 from .graph_stages import Stage, capture, encode, mark_sites, name_slots, saved_for_backward, slots_by_site
 from .precision_graph import write_dot, write_graphml
-from .report_page import write_page
+from .report_page import refresh, write_page
 from .traffic import estimate
 
 if TYPE_CHECKING:
@@ -132,6 +132,11 @@ class GraphDump:
     def trains(self) -> bool:
         """Whether the graph has a backward."""
         return "joint" in self._latest
+
+    @staticmethod
+    def refresh_page(folder: Path) -> None:
+        """Make the page of a dump folder again, with what was recorded since."""
+        refresh(folder)
 
     def write_report(self, report: Report) -> None:
         """Write the report and the page; again, where a graph comes later."""

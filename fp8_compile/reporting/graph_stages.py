@@ -18,8 +18,8 @@ from typing import Any, Iterable, Mapping, Sequence
 
 from torch import fx
 
+from fp8_compile.passes.graph.roles import Names
 from fp8_compile.passes.graph.row import code_line
-from fp8_compile.passes.joint.find_matmuls import Names
 from fp8_compile.torch_internals.aot import saved_positions
 
 from .precision_graph import attributes, phase_of, printable, tensors_of

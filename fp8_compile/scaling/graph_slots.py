@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Container, Iterable
 
 from torch import Tensor
 
+from fp8_compile.passes.graph.roles import Role
 from fp8_compile.passes.graph.slot import FROZEN, Place, Slot, TensorUse, buffer_name
-from fp8_compile.passes.joint.find_matmuls import Role
 
 from .table import Page, PageKind
 

@@ -21,7 +21,7 @@ import logging
 import math
 import weakref
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Callable
 
 from fp8_compile.kernels.delayed_scaling import ABSENT, ENTERED, PASSES, QUANT
 
@@ -40,8 +40,9 @@ class PassRecorder:
     """Records one graph's slots. :meth:`begin_pass` is called before each pass, :meth:`record` by whoever knows better
     when a step ends."""
 
-    def __init__(self, folder: Path, pool: GraphPool) -> None:
-        self.folder, self.state = folder, pool.state
+    def __init__(self, folder: Path, pool: GraphPool, show: Callable[[Path], object]) -> None:
+        """``show`` makes the page of the folder again, with what was recorded since."""
+        self.folder, self.state, self._show = folder, pool.state, show
         self.places = {str(slot): place for slot, place in pool.places.items()}
         self._rows = set(pool.places.values())
         self._counted = {slot: [0.0] * 5 for slot in self.places}
@@ -134,12 +135,10 @@ class PassRecorder:
             self._stop(error)
 
     def _write_page(self) -> None:
-        from fp8_compile.reporting.report_page import refresh  # only where there is something to show
-
         if self._stopped:
             return
         try:
-            refresh(self.folder)
+            self._show(self.folder)
         except (OSError, ValueError) as error:  # ValueError: somebody has edited the files
             self._stop(error)
 

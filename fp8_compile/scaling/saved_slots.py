@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from fp8_compile.kernels.delayed_scaling import COUNTERS
 from fp8_compile.kernels.formats import BY_DTYPE
+from fp8_compile.passes.graph.roles import Role
 from fp8_compile.passes.graph.slot import Slot
-from fp8_compile.passes.joint.find_matmuls import Role
 
 Row = dict[str, Tensor]  # of a slot: the tensors of SAVED
 SAVED = ("scale", "amax_history", "counts", "largest")

@@ -17,8 +17,8 @@ from torch import Tensor, fx, nn
 from torch.autograd.graph import increment_version
 
 from fp8_compile.kernels.delayed_scaling import PASSES, QUANT
+from fp8_compile.passes.graph.roles import Role
 from fp8_compile.passes.graph.slot import BACKWARD, FROZEN, Place, Slot, TensorUse
-from fp8_compile.passes.joint.find_matmuls import Role
 from fp8_compile.torch_internals.dynamo import compiled_root, frame_code, innermost_fn, modules_read, reset_code
 from fp8_compile.torch_internals.graphs import real_tensors
 from fp8_compile.torch_internals.modules import unwrap

@@ -40,6 +40,11 @@ def fake_mode_of(tensors: Iterable[Any]) -> FakeTensorMode:
     return detect_fake_mode(list(tensors))  # type: ignore[return-value]
 
 
+def plain_torch_functions() -> contextlib.AbstractContextManager[None]:
+    """Operations meanwhile see tensors of subclasses as plain ones: no ``__torch_function__`` is called."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
 def quiet_fake_tensors() -> None:
     """Keep torch from logging what a model did that fake tensors can't."""
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)

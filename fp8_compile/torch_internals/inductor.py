@@ -91,6 +91,13 @@ def cache_folder() -> str:
     return cache_dir()
 
 
+def file_lock(path: str, timeout: float) -> Any:
+    """A lock between processes, as Inductor takes them. ``acquire()`` raises an OSError after ``timeout`` seconds."""
+    from torch.utils._filelock import FileLock
+
+    return FileLock(path, timeout=timeout)
+
+
 class NoCompiler(Exception):
     """Inductor finds no C++ compiler that can be run."""
 

@@ -6,8 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
 
 WRAPPED = "_orig_mod"  # where torch.compile keeps the module; also a component of the names of what is inside
+NORMS_AND_CONVOLUTIONS = (_NormBase, _ConvNd)  # batch and instance norms, and convolutions of every kind
 
 
 def unwrap(model: Any) -> Any:

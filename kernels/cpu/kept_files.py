@@ -155,9 +155,7 @@ def _make_private(folder: pathlib.Path) -> None:
 def _one_process_at_a_time(file: pathlib.Path) -> Iterator[None]:
     """Hold an inter-process lock. If it can't be created, or its holder times out, go on without it: each process then
     makes the file for itself."""
-    from torch.utils._filelock import FileLock
-
-    lock = FileLock(file, timeout=LONGEST_WAIT)
+    lock = inductor.file_lock(str(file), LONGEST_WAIT)
     try:
         lock.acquire()
     except (OSError, NotImplementedError):  # a timeout is an OSError, too

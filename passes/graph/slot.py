@@ -9,7 +9,8 @@ from torch import fx
 
 from fp8_compile.torch_internals.aot import named_inputs
 
-from ..joint.find_matmuls import Matmul, Role, is_backward
+from .matmul import Matmul
+from .roles import Role, is_backward
 
 FORWARD, BACKWARD, FROZEN = "forward", "backward", "frozen"
 FIELDS = ("amaxes", "history", "scales", "counts")  # of a page, in the order in which ops take them

@@ -1,11 +1,36 @@
-"""What lies behind transposes."""
+"""Chains of views: what they start from, and whether they transpose it."""
 
 from __future__ import annotations
 
 import torch
 from torch import fx
 
-aten = torch.ops.aten
+aten, prims = torch.ops.aten, torch.ops.prims
+
+# Ops that move or reinterpret elements without mixing them: an operand is followed through these to its root.
+LOOK_THROUGH = {
+    aten.view.default,
+    aten.reshape.default,
+    aten._unsafe_view.default,
+    aten.permute.default,
+    aten.t.default,
+    aten.transpose.int,
+    aten.expand.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.unsqueeze.default,
+    aten.clone.default,
+    aten.alias.default,
+    prims.convert_element_type.default,
+    aten._to_copy.default,
+}
+
+
+def root_of(node: fx.Node) -> fx.Node:
+    """The node that a chain of views and casts starts from."""
+    while node.op == "call_function" and node.target in LOOK_THROUGH:
+        node = node.args[0]  # type: ignore[assignment]
+    return node
 
 
 def untransposed(node: fx.Node) -> tuple[fx.Node, bool]:

@@ -11,7 +11,8 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statica
 from fp8_compile.kernels.formats import Format
 from fp8_compile.kernels.quantize import HIGH_PRECISION, WHOLE
 
-from .find_matmuls import GroupedMatmul, Matmul, Origin, Role
+from ..graph.matmul import GroupedMatmul, Matmul
+from ..graph.roles import Origin, Role
 
 # Padding K or N pays while it adds at most a quarter to the multiplications: an FP8 gemm has twice the rate of
 # a bf16 one, and half of that gain is what the quantizes cost.

@@ -27,10 +27,10 @@ from fp8_compile.kernels.quantize import block_amax, quantize_op
 from fp8_compile.kernels.stochastic_cast import cast_stochastic
 
 from ..graph.emit import emit, first_call, getitem, inline
+from ..graph.roles import Role, is_backward
 from ..graph.slot import BACKWARD, FIELDS, FORWARD, FROZEN, STATS, SlotPool, buffer_name, state_of
 from ..graph_pass import GraphPass, PassReport
 from ..split.relayout_bytes import saved_relayouts
-from .find_matmuls import Role, is_backward
 from .lower_quantizes import CAST, SCALES
 
 aten = torch.ops.aten

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import enum
 import functools
 import operator
-from typing import Callable, Protocol, Sequence
+from typing import Callable, Sequence
 
 import torch
 from torch import fx
@@ -24,123 +23,12 @@ from fp8_compile.torch_internals.graphs import OpOverload
 
 from ..graph.emit import GEMM, value
 from ..graph.groups import GroupedProduct, grouped_product, is_both_gradients, written_as
+from ..graph.matmul import GroupedMatmul, Matmul, Operand, OtherMatmul
+from ..graph.roles import Names, Origin, Role, is_backward
 from ..graph.row import Gemm, code_path
+from ..graph.views import root_of
 
-aten, prims = torch.ops.aten, torch.ops.prims
-
-
-class Origin(enum.IntFlag):
-    """What a value is computed from."""
-
-    CONSTANT = 0
-    PARAMETER = 1  # or whatever else is known to be a weight
-    BUFFER = 2
-    INPUT = 4
-    GRADIENT = 8
-
-    @property
-    def is_weight(self) -> bool:
-        """Computed from parameters, perhaps with buffers (a mask, a norm), and from nothing that flows."""
-        return bool(self & Origin.PARAMETER) and not self.flows
-
-    @property
-    def flows(self) -> bool:
-        """Another value in each call, whatever the weights are."""
-        return bool(self & (Origin.INPUT | Origin.GRADIENT))
-
-
-class Role(enum.StrEnum):
-    INPUT = "input"
-    WEIGHT = "weight"
-    GRAD_OUTPUT = "grad_output"
-
-
-class Names(Protocol):
-    """What the pass asks about names; ``fp8_compile.module_names`` knows them."""
-
-    def module_of(self, node: fx.Node) -> str: ...
-
-    def parameters_of(self, placeholder: fx.Node) -> tuple[str, ...]: ...
-
-    def weights_of(self, placeholder: fx.Node) -> tuple[str, ...]: ...
-
-    def is_buffer(self, placeholder: fx.Node) -> bool: ...
-
-
-@dataclasses.dataclass(frozen=True)
-class Operand:
-    """One side of a matmul as the graph has it."""
-
-    node: fx.Node
-    role: Role
-    origin: Origin
-    root: fx.Node  # the node that its views and casts start from
-    gathered: bool = False  # slices of a parameter, chosen by data
-
-
-@dataclasses.dataclass(frozen=True)
-class Matmul:
-    """``result = alpha * left @ right + beta * added``, [B?, M, K] @ [B?, K, N]."""
-
-    node: fx.Node
-    op: str
-    module: str
-    gemm: Gemm
-    left: Operand
-    right: Operand
-    added: fx.Node | None = None
-    alpha: float = 1.0
-    beta: float = 1.0
-    weights: tuple[str, ...] = ()  # dotted names of the parameters that the weight is made of, tied names too
-    forward: Matmul | None = None  # of a backward matmul: the matmul it belongs to
-    makes_weight: bool = False  # computed from parameters alone; of a backward matmul, what it is the gradient of
-    number: int = 0  # how many matmuls its module did before, in forward; of a backward matmul, its forward's
-    line: str = ""  # of code that wrote it, with its callers; of a backward matmul, its forward's
-    ordinal: int = 0  # how many matmuls with its parameter came before on that line; of a backward matmul, likewise
-
-    @property
-    def parameter(self) -> str:
-        """The parameter that the weight is made of, by its name in the matmul's module if it has one there."""
-        own = (name for name in self.weights if name.rpartition(".")[0] == self.module)
-        return next(own, self.weights[0] if self.weights else "")
-
-    @property
-    def batched(self) -> bool:
-        return value(self.left.node).dim() == 3
-
-    @property
-    def shape(self) -> tuple[int | torch.SymInt, ...]:
-        """([B,] M, N, K)."""
-        left, right = value(self.left.node), value(self.right.node)
-        return (*left.shape[:-1], right.shape[-1], left.shape[-1])
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return value(self.left.node).dtype
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GroupedMatmul(Matmul):
-    """A product of ragged groups: the operands of ``product``, which says how they are to be read."""
-
-    product: GroupedProduct
-
-    @property
-    def shape(self) -> tuple[int | torch.SymInt, ...]:
-        """(groups, M, N, K)."""
-        return self.product.shape
-
-
-@dataclasses.dataclass(frozen=True)
-class OtherMatmul:
-    """An op that multiplies matrices in a form that is left alone: it has a row and a reason, no more."""
-
-    node: fx.Node
-    op: str
-    module: str
-    gemm: Gemm
-    reason: str
-    shape: tuple[int | torch.SymInt, ...]
+aten = torch.ops.aten
 
 
 # Position of (left, right, added) among the arguments.
@@ -160,23 +48,6 @@ OTHER_OPS: dict[str, str] = {
     "_transformer_encoder_layer_fwd": "opaque transformer op",
 }
 GATHERS = {aten.index.Tensor, aten.index_select.default, aten.gather.default}
-# Ops that move or reinterpret elements without mixing them: an operand is followed through these to its root.
-LOOK_THROUGH = {
-    aten.view.default,
-    aten.reshape.default,
-    aten._unsafe_view.default,
-    aten.permute.default,
-    aten.t.default,
-    aten.transpose.int,
-    aten.expand.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.unsqueeze.default,
-    aten.clone.default,
-    aten.alias.default,
-    prims.convert_element_type.default,
-    aten._to_copy.default,
-}
 
 
 def find_matmuls(graph: fx.Graph, names: Names) -> list[Matmul | OtherMatmul]:
@@ -200,17 +71,6 @@ def find_matmuls(graph: fx.Graph, names: Names) -> list[Matmul | OtherMatmul]:
         elif (reason := _other_reason(node)) is not None:
             found.append(OtherMatmul(node, written_as(node), module, _other_gemm(node), reason, _other_shape(node)))
     return found
-
-
-def is_backward(node: fx.Node) -> bool:
-    return node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
-
-
-def root_of(node: fx.Node) -> fx.Node:
-    """The node that a chain of views and casts starts from."""
-    while node.op == "call_function" and node.target in LOOK_THROUGH:
-        node = node.args[0]  # type: ignore[assignment]
-    return node
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,9 +12,9 @@ from fp8_compile.kernels import experts
 from fp8_compile.torch_internals.graphs import OpOverload, op_name, schema_name
 
 from ..graph.emit import NEVER_SAVED, emit, value
+from ..graph.roles import Names, is_backward
 from ..graph.row import REWRITTEN, Row, code_line
 from ..graph_pass import GraphPass, PassReport
-from .find_matmuls import Names, is_backward
 
 aten, prims = torch.ops.aten, torch.ops.prims
 CASTS = (prims.convert_element_type.default, aten._to_copy.default)

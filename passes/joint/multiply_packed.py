@@ -12,9 +12,9 @@ from fp8_compile.kernels.nvfp4 import ops as nvfp4
 from fp8_compile.torch_internals.graphs import op_name
 
 from ..graph.emit import NEVER_SAVED, emit, value
+from ..graph.roles import Names, is_backward
 from ..graph.row import REWRITTEN, Row, code_line
 from ..graph_pass import GraphPass, PassReport
-from .find_matmuls import Names, is_backward
 from .multiply_fp8 import multiply_fp8, reason_against_fp8
 
 aten, prims = torch.ops.aten, torch.ops.prims

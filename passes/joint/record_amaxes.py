@@ -9,11 +9,11 @@ from fp8_compile.kernels.formats import format_of
 from fp8_compile.kernels.quantize import block_amax, quantize_op
 
 from ..graph.emit import emit, inline
+from ..graph.roles import Names
 from ..graph.slot import SlotPool, state_of
 from ..graph_pass import GraphPass, PassReport
 from .decide import Rules
 from .delay_scales import PageInGraph, UpdateRule
-from .find_matmuls import Names
 from .rewrite_matmuls import RewriteMatmuls
 from .share_quantizes import ShareQuantizes
 

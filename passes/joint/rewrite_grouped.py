@@ -12,11 +12,11 @@ from fp8_compile.kernels.quantize import WHOLE, quantize_op
 
 from ..graph.emit import GEMM, emit, getitem, inline, policy_of, value
 from ..graph.groups import Side, grouped_product
+from ..graph.matmul import GroupedMatmul
 from ..graph.slot import tensor_use
 from ..graph.views import untransposed
 from ..split.relayout_bytes import emit_relayout
 from .decide import OperandPlan, Rewrite, Rules
-from .find_matmuls import GroupedMatmul
 
 aten, prims = torch.ops.aten, torch.ops.prims
 

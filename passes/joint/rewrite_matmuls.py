@@ -13,13 +13,15 @@ from fp8_compile.kernels.quantize import HIGH_PRECISION, WHOLE, quantize_op
 
 from ..graph.emit import emit, getitem, inline, policy_of, value
 from ..graph.fp8_gemm import Fp8Gemm
+from ..graph.matmul import GroupedMatmul, Matmul, OtherMatmul
+from ..graph.roles import Names, Role
 from ..graph.row import REWRITTEN, SKIPPED, Row, code_line
 from ..graph.slot import state_of, tensor_use
 from ..graph.views import untransposed
 from ..graph_pass import GraphPass, PassReport
 from ..split.relayout_bytes import emit_relayout, made_pointwise
 from .decide import OperandPlan, Rewrite, Rules, Skip, decide
-from .find_matmuls import GroupedMatmul, Matmul, Names, OtherMatmul, Role, find_matmuls, operands_of
+from .find_matmuls import find_matmuls, operands_of
 from .rewrite_grouped import GroupedEditor
 
 aten, prims = torch.ops.aten, torch.ops.prims

@@ -13,8 +13,8 @@ from fp8_compile.torch_internals.aot import gradients, is_tangent, named_inputs
 
 from ..graph.emit import emit, inline, value
 from ..graph.fp8_gemm import fp8_gemm
+from ..graph.roles import Names
 from ..graph_pass import GraphPass, PassReport
-from .find_matmuls import Names
 
 aten = torch.ops.aten
 

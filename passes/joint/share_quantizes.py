@@ -11,8 +11,8 @@ from torch import fx
 from fp8_compile.kernels.fp8_inputs import quantize_inputs_op
 from fp8_compile.kernels.quantize import quantize_op
 
+from ..graph.views import LOOK_THROUGH
 from ..graph_pass import GraphPass, PassReport
-from .find_matmuls import LOOK_THROUGH
 
 aten = torch.ops.aten
 

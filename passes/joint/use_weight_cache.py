@@ -13,11 +13,11 @@ from fp8_compile.kernels.quantize import quantize_op
 from fp8_compile.torch_internals.aot import input_number, named_inputs
 
 from ..graph.emit import inline
+from ..graph.roles import Role
 from ..graph.slot import Place, TensorUse
 from ..graph_pass import GraphPass, PassReport
 from ..split.relayout_bytes import relayouts_of
 from .delay_scales import of_row
-from .find_matmuls import Role
 
 prims = torch.ops.prims
 

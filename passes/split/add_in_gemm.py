@@ -9,8 +9,8 @@ from torch import fx
 
 from ..graph.emit import emit, value
 from ..graph.fp8_gemm import fp8_gemm
+from ..graph.views import root_of
 from ..graph_pass import GraphPass, PassReport
-from ..joint.find_matmuls import root_of
 
 aten = torch.ops.aten
 

@@ -14,8 +14,8 @@ from fp8_compile.kernels.inductor.relayout import relayout, relayout_op
 from fp8_compile.torch_internals.inductor import unroll_threshold
 
 from ..graph.emit import NEVER_SAVED, emit, inline, value
+from ..graph.views import root_of
 from ..graph_pass import GraphPass, PassReport
-from ..joint.find_matmuls import root_of
 from ..joint.lower_quantizes import is_scale
 
 KIND = "relayout"

@@ -14,8 +14,8 @@ from fp8_compile.kernels.inductor.sum_tiles import TILE, sum_tiles_op
 from fp8_compile.kernels.quantize import WHOLE
 
 from ..graph.emit import emit, value
+from ..graph.views import root_of
 from ..graph_pass import GraphPass, PassReport
-from ..joint.find_matmuls import root_of
 from .relayout_bytes import made_by_reduction
 
 aten, prims = torch.ops.aten, torch.ops.prims

@@ -27,9 +27,10 @@ from fp8_compile.backend.fused_inference_ops import open_fast_paths
 from fp8_compile.backend.graph import compile_graph, make_rules
 from fp8_compile.backend.module_names import ModuleNames
 from fp8_compile.kernels.gpu.cublaslt_mm import cublaslt_mm_op
+from fp8_compile.passes.graph.matmul import Matmul, OtherMatmul
 from fp8_compile.passes.graph_pass import GraphPass
 from fp8_compile.passes.joint.decide import Rules
-from fp8_compile.passes.joint.find_matmuls import Matmul, OtherMatmul, find_matmuls
+from fp8_compile.passes.joint.find_matmuls import find_matmuls
 from fp8_compile.passes.pipeline import JointPipeline
 from fp8_compile.selection import Selection
 

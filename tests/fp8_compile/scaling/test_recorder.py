@@ -13,6 +13,7 @@ from torch import nn
 
 import fp8_compile
 from fp8_compile.reporting.graph_stages import decode
+from fp8_compile.reporting.report_page import refresh
 from fp8_compile.scaling import recorder as pass_recorder
 
 PASSES = 5
@@ -103,7 +104,7 @@ def test_the_page_is_made_anew_with_what_was_recorded(run: Run) -> None:
 def test_the_report_has_code_lines_slots_bytes_and_graphs_whose_gemms_are_linked(run: Run) -> None:
     report = json.loads((run.folder / "report.json").read_text())
     up = next(row for row in report["rows"] if row["module"] == "up" and row["gemm"] == "output")
-    assert "test_pass_recorder.py:" in up["code"] and up["code"].endswith("return self.down(self.up(x).relu())")
+    assert "test_recorder.py:" in up["code"] and up["code"].endswith("return self.down(self.up(x).relu())")
     assert report["slots"][up["node"]] == ["up#0.input", "up#0.weight"]
     # x [16, 32], w [64, 32], y [16, 64] in FP32, then in FP8 but for y; and two scales.
     assert report["traffic"]["by_site"][up["node"]] == [4 * (512 + 2048 + 1024), 512 + 2048 + 4 * 1024 + 8]
@@ -147,7 +148,7 @@ def test_long_runs_are_thinned_out_and_lose_no_count(
     run.state.reset_stats()
     others, run.state.recorders = run.state.recorders, []
     try:
-        recorder = pass_recorder.PassRecorder(tmp_path, Pool())  # type: ignore[arg-type]
+        recorder = pass_recorder.PassRecorder(tmp_path, Pool(), refresh)  # type: ignore[arg-type]
         for _ in range(64):
             recorder.begin_pass()
             run.state.pages[0].amaxes.fill_(2.0)

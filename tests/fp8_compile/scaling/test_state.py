@@ -20,7 +20,7 @@ from fp8_compile import Config, scaling_state
 from fp8_compile.scaling.state import ScalingState
 
 D = 32
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 SLOTS = {f"{layer}#0.{role}" for layer in ("0", "2") for role in ("input", "weight", "grad_output")}
 FIELDS = ("scale", "amax_history", "counts", "largest")
 

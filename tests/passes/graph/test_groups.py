@@ -8,8 +8,8 @@ from grouped import Layer, offsets_of
 from joint_graph import JointGraph, joint_graph, make
 from torch import Tensor, nn
 
+from fp8_compile.passes.graph.matmul import GroupedMatmul, Matmul, OtherMatmul
 from fp8_compile.passes.joint.decide import Rewrite, Rules, Skip, decide
-from fp8_compile.passes.joint.find_matmuls import GroupedMatmul, Matmul, OtherMatmul
 
 EXPERTS, K, N, TOKENS = 4, 32, 48, 24
 

@@ -17,6 +17,7 @@ from torch._subclasses import FakeTensorMode
 from fp8_compile.kernels import delayed_scaling
 from fp8_compile.kernels.delayed_scaling import STEADY
 from fp8_compile.kernels.formats import E4M3, E4M3_FNUZ, E5M2
+from fp8_compile.passes.graph.roles import Role
 from fp8_compile.passes.graph.slot import (
     BACKWARD,
     FIELDS,
@@ -29,7 +30,6 @@ from fp8_compile.passes.graph.slot import (
     state_of,
 )
 from fp8_compile.passes.joint.delay_scales import DelayScales, UpdateRule
-from fp8_compile.passes.joint.find_matmuls import Role
 from fp8_compile.passes.joint.lower_quantizes import LowerQuantizes
 from fp8_compile.passes.joint.rewrite_matmuls import RewriteMatmuls
 from fp8_compile.passes.joint.share_quantizes import ShareQuantizes

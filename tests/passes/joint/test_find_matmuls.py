@@ -12,7 +12,10 @@ from joint_graph import JointGraph, joint_graph
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
-from fp8_compile.passes.joint.find_matmuls import Matmul, Origin, OtherMatmul, Role, find_matmuls, is_backward, root_of
+from fp8_compile.passes.graph.matmul import Matmul, OtherMatmul
+from fp8_compile.passes.graph.roles import Origin, Role, is_backward
+from fp8_compile.passes.graph.views import root_of
+from fp8_compile.passes.joint.find_matmuls import find_matmuls
 
 aten, prims = torch.ops.aten, torch.ops.prims
 INPUT, WEIGHT, GRAD_OUTPUT = Role.INPUT, Role.WEIGHT, Role.GRAD_OUTPUT

@@ -24,7 +24,7 @@ from joint_graph import (
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
-from fp8_compile.passes.joint.find_matmuls import root_of
+from fp8_compile.passes.graph.views import root_of
 from fp8_compile.passes.joint.pair_quantizes import PairQuantizes
 from fp8_compile.passes.joint.rewrite_matmuls import RewriteMatmuls
 from fp8_compile.passes.joint.share_quantizes import ShareQuantizes

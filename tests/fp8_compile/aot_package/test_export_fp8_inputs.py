@@ -19,7 +19,7 @@ from torch.export import Dim
 import fp8_compile
 from fp8_compile.report import Report
 
-COMPARE = pathlib.Path(__file__).parents[2] / "examples" / "cpp" / "compare.py"
+COMPARE = pathlib.Path(__file__).parents[3] / "examples" / "cpp" / "compare.py"
 ROUNDS_AS_EAGER = {"emulate_precision_casts": True}
 
 
