@@ -22,8 +22,9 @@ demo: $(BASE)    ## train a small language model in FP8 next to full precision
 test: $(TEST)    ## run the tests (ARGS="-k name" to choose)
 	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
-fuzz: $(TEST)    ## search for defects for a while (SECONDS=300 each): sequences of calls, files, C++ under sanitizers
+fuzz: $(TEST)    ## search for defects for a while (SECONDS=300 each): sequences of calls, graphs, files, C++ under sanitizers
 	$(BIN)/python benchmarks/sequences.py
+	$(BIN)/python tests/fuzz/graphs.py --seconds $(SECONDS)
 	$(BIN)/python tests/fuzz/files.py --seconds $(SECONDS)
 	$(BIN)/python tests/fuzz/sanitizers.py --seconds $(SECONDS)
 

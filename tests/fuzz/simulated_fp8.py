@@ -1,4 +1,4 @@
-"""FP8 by a report: a mode under which an eager model rounds the operands of those matmuls that a report calls rewritten.
+"""FP8 by a report: a mode under which an eager model rounds the operands of the matmuls that a report calls rewritten.
 
     q(x) = fp8(x * F / m) * m / F       m: max |x| of the block, at least 1e-12; F: the largest value of the format
 
@@ -122,12 +122,12 @@ class SimulatedFp8(TorchDispatchMode):
         if row is None:
             if not opened_by_inductor(shape):
                 raise Unaccounted(f"{func} of {shape} has no row, {'backward' if self.in_backward else 'forward'}")
-            return func(*args, **kwargs)
+            return self._moved(func(*args, **kwargs))
         if not row.rewritten:
             if not row.reason:
                 raise Unaccounted(f"skipped without a reason: {row}")
             self._check_skip(row, left, right, shape)
-            return func(*args, **kwargs)
+            return self._moved(func(*args, **kwargs))
         self._check_row(row, left, right)
         result = self._quantized(left, right, row.formats)
         if str(self.config.target) != "cpu" and self.config.recipe in ("rowwise", "blockwise"):
@@ -138,16 +138,31 @@ class SimulatedFp8(TorchDispatchMode):
         return result.to(left.dtype)
 
     def _take(self, shape: tuple[int, ...]) -> Any:
-        """The row of a product. Of an input that is not contiguous torch makes one product in eager mode and a stack of
-        them in a graph, or the other way round: as much work with another number of dimensions."""
+        """The row of a product, which torch may write in another way in a graph than in eager mode.
+
+        In backward ``(b.T @ a.T).T`` stands for ``a @ b`` where strides say so, and those of a dimension of 0 or 1 are
+        arbitrary. Of an input that is not contiguous there may be one product or a stack of them: as much work with
+        another number of dimensions.
+        """
         assert self._rows is not None
         if rows := self._rows[self.in_backward, shape]:
             return rows.popleft()
+        *batch, m, n, k = shape
+        if rows := self._rows[self.in_backward, (*batch, n, m, k)]:
+            row = rows.popleft()
+            return dataclasses.replace(row, formats=row.formats[::-1])
         for (in_backward, other), rows in self._rows.items():
             if rows and in_backward == self.in_backward and len(other) == 7 - len(shape):
                 if math.prod(other) == math.prod(shape) and rows[0].op in OPS:  # type: ignore[arg-type]
                     return rows.popleft()
         return None
+
+    def _moved(self, result: Tensor) -> Tensor:
+        """How a result falls in its own dtype is luck, too: it decides which units a ReLU switches off."""
+        if self.luck is None:
+            return result
+        noise = torch.randn(result.shape, generator=self.luck, dtype=torch.float64)
+        return (result.double() * (1 + noise * torch.finfo(result.dtype).eps / 2)).to(result.dtype)
 
     def _attention(self, result: Tensor) -> None:
         """A fused kernel has a row, with the shape of its first result."""
