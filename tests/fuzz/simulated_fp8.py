@@ -120,7 +120,7 @@ class SimulatedFp8(TorchDispatchMode):
         shape = (*left.shape[:-1], right.shape[-1], left.shape[-1])
         row = self._take(shape)
         if row is None:
-            if not opened_by_inductor(shape):
+            if not opened_by_inductor(shape) and 0 not in shape:  # what leads to nothing is not traced
                 raise Unaccounted(f"{func} of {shape} has no row, {'backward' if self.in_backward else 'forward'}")
             return self._moved(func(*args, **kwargs))
         if not row.rewritten:
@@ -192,6 +192,7 @@ class SimulatedFp8(TorchDispatchMode):
         sizes.pop(1 if is_weight(origins[0]) else 0)  # the number of tokens
         small = min(sizes) < self.config.min_dim
         asked = row.reason.startswith(("excluded", "quantize_", "not in include"))
+        asked |= self.in_backward and row.reason.startswith("makes a weight")  # the gradient of a low-rank product
         if not small and not asked and str(self.config.target) == "cpu":
             self.forgotten.append(str(row))
 
