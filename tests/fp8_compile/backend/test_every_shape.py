@@ -43,6 +43,25 @@ def test_padding_is_refused_where_it_would_cost_more_than_fp8_gains() -> None:
     assert all("padded to a multiple of 16" in row.reason for row in result.report.rewritten)
 
 
+class FlatWeight(nn.Module):
+    """The gradient of the weight is viewed as a vector."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(H * 130) / 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.w.view(H, 130))
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise"])
+@pytest.mark.parametrize("target", ["cuda:90", "cuda:100", "hip:gfx942"])
+def test_a_padded_product_that_is_cut_off_can_be_viewed_as_a_vector(target: str, recipe: str) -> None:
+    result = train(FlatWeight(), x(16, 130), Config(target=target, recipe=recipe))
+    assert min(result.snr.values()) > LEAST_DB, result.snr
+    assert "N=130 padded" in next(row.reason for row in result.report.rewritten if row.gemm == "grad_weight")
+
+
 @pytest.mark.parametrize("tokens", [1, 3, 15, 17])
 def test_token_counts_that_are_no_multiple_of_16_are_padded_in_grad_weight(tokens: int) -> None:
     result = train(nn.Linear(D, H), x(tokens, D), Config(recipe="tensorwise", target="cuda:90"))
