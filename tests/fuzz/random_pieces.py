@@ -114,6 +114,8 @@ def recall(w: Writer) -> bool:
 
 @piece()
 def written_in_place(w: Writer) -> bool:
+    if w.width == 1:
+        return False  # writing all of x would leave the gradient before it unused: a graph has no product for that
     w.line("x = x.clone()")
     return w.line(w.rng.choice(("x.mul_(0.5)", "x.add_(1)", "x[..., :1] = 0", "x.relu_()")))
 
