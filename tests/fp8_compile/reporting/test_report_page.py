@@ -33,12 +33,12 @@ def test_no_name_ends_the_element_that_holds_it_and_all_of_them_read_back(tmp_pa
 
 
 def test_the_sources_of_the_page_are_installed_with_the_package() -> None:
-    root = Path(report_page.__file__).parent.parent
+    root = Path(report_page.__file__).parents[2]
     data = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
-    patterns = [pattern for pattern in data["fp8_compile"] if pattern.startswith("page/")]
-    packed = {path.name for pattern in patterns for path in (root / "fp8_compile").glob(pattern)}
+    patterns = [pattern for pattern in data["fp8_compile.reporting"] if pattern.startswith("page/")]
+    packed = {path.name for pattern in patterns for path in (root / "fp8_compile" / "reporting").glob(pattern)}
     assert packed == {*report_page.SCRIPTS, "page.html", "page.css"}
-    lengths = {path.name: len(path.read_text().splitlines()) for path in (root / "fp8_compile" / "page").iterdir()}
+    lengths = {path.name: len(path.read_text().splitlines()) for path in (root / "fp8_compile" / "reporting" / "page").iterdir()}
     assert {name: length for name, length in lengths.items() if length > 400} == {}
 
 
