@@ -27,7 +27,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 import fp8_compile
-import fp8_compile.export
+import fp8_compile.aot_package.export
 from fp8_compile.aot_package.manifest import Manifest, here
 from fp8_compile.report import Report
 
