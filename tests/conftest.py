@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 # Before torch reads them. `pytest -n 2` runs a worker a core: more threads in each would only fight for the cores.
@@ -24,6 +25,9 @@ hypothesis.settings.load_profile("fp8_compile")
 @pytest.fixture(autouse=True, scope="session")
 def threads() -> None:
     torch.set_num_threads(THREADS)
+    # Dynamo collects garbage after each compilation: what was imported is not looked at each time.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
