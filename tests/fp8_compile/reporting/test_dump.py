@@ -283,7 +283,8 @@ def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_two_processes_at_once_never_share_a_folder(tmp_path: Path) -> None:
     script = (
-        "import sys; from fp8_compile.reporting.dump import GraphDump; print('ready', flush=True); sys.stdin.readline()\n"
+        "import sys; from fp8_compile.reporting.dump import GraphDump\n"
+        "print('ready', flush=True); sys.stdin.readline()\n"
         "for _ in range(200): print(GraphDump.create(sys.argv[1]).path.name)"
     )
     command = [sys.executable, "-c", script, tmp_path]

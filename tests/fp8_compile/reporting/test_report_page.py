@@ -36,9 +36,10 @@ def test_the_sources_of_the_page_are_installed_with_the_package() -> None:
     root = Path(report_page.__file__).parents[2]
     data = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
     patterns = [pattern for pattern in data["fp8_compile.reporting"] if pattern.startswith("page/")]
-    packed = {path.name for pattern in patterns for path in (root / "fp8_compile" / "reporting").glob(pattern)}
+    room = root / "fp8_compile" / "reporting"
+    packed = {path.name for pattern in patterns for path in room.glob(pattern)}
     assert packed == {*report_page.SCRIPTS, "page.html", "page.css"}
-    lengths = {path.name: len(path.read_text().splitlines()) for path in (root / "fp8_compile" / "reporting" / "page").iterdir()}
+    lengths = {path.name: len(path.read_text().splitlines()) for path in (room / "page").iterdir()}
     assert {name: length for name, length in lengths.items() if length > 400} == {}
 
 
