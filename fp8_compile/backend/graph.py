@@ -22,11 +22,11 @@ from fp8_compile.passes.joint.scale_loss import ScaleLoss
 from fp8_compile.passes.pipeline import JointPipeline, SplitPipeline
 from fp8_compile.report import Report
 from fp8_compile.scaling.coverage import note
+from fp8_compile.scaling.find_state import state_of_compilation
 from fp8_compile.scaling.graph_slots import GraphPool, PoolFull
 from fp8_compile.scaling.graph_weights import FreshWeights, GraphWeights, open_weights
 from fp8_compile.scaling.loss_scale import GraphLossScale, loss_scale_of_compilation
 from fp8_compile.scaling.recorder import PassRecorder
-from fp8_compile.scaling.state import state_of_compilation
 from fp8_compile.selection import Selection
 from fp8_compile.target import Target
 from fp8_compile.torch_internals.inductor import compile_joint, mode_options, passes_of_user

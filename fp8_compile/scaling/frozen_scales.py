@@ -18,7 +18,8 @@ from fp8_compile.passes.graph.roles import Role
 from fp8_compile.passes.joint.delay_scales import UpdateRule
 from fp8_compile.torch_internals.modules import is_compiled, unwrap
 
-from .state import Calibration, ScalingState, scaling_state, states_within
+from .find_state import scaling_state, states_within
+from .state import Calibration, ScalingState
 
 
 def freeze_scales(model: nn.Module | Callable[..., Any], calibration: Calibration | None = None) -> None:

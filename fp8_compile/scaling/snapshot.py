@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from .state import ScalingState, states_within
+from .find_state import states_within
+from .state import ScalingState
 from .table import Page
 
 

@@ -2,7 +2,7 @@
 
 A slot is one quantized tensor, named ``blocks.0.mlp.up#0.input``: the parameter that it is multiplied by (or is), which
 use of that parameter it belongs to, over all graphs of the model, and the role of the tensor. Slots are rows of pages
-(``scaling_page.py``). A graph is compiled with places in pages fixed (``graph_pool.py``); one that needs more slots
+(``table.py``). A graph is compiled with places in pages fixed (``graph_slots.py``); one that needs more slots
 than the pages have left gets another page.
 """
 
@@ -13,19 +13,17 @@ from types import CodeType
 from typing import TYPE_CHECKING, Any, Callable, Iterable, Iterator, Mapping, Protocol
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from fp8_compile.kernels.delayed_scaling import PASSES, QUANT
 from fp8_compile.passes.graph.roles import Role
 from fp8_compile.passes.graph.slot import BACKWARD, FROZEN, Place, Slot, TensorUse
-from fp8_compile.torch_internals.dynamo import compiled_root, frame_code, innermost_fn, modules_read, reset_code
+from fp8_compile.torch_internals.dynamo import reset_code
 from fp8_compile.torch_internals.graphs import real_tensors
-from fp8_compile.torch_internals.modules import unwrap
 
-from .handling import handling_of
-from .reachable_modules import reachable_modules
 from .recorder import PassRecorder
+from .requests import Requests
 from .saved_slots import Row, SavedSlots, check_fits, read_slots
 from .stats import StatsRow, StatsTable, in_words, stats_row
 from .table import Page
@@ -43,9 +41,11 @@ class Calibration(Protocol):
 
 
 class ScalingState:
-    """The state of one model. :func:`scaling_state` finds it."""
+    """The state of one model. :func:`fp8_compile.scaling_state` finds it."""
 
-    def __init__(self, model: nn.Module | None = None) -> None:
+    def __init__(self, model: nn.Module | None = None, requests: Requests | None = None) -> None:
+        """``requests``: what training loops ask of the model's state."""
+        self._requests = requests or Requests()
         self._model = weakref.ref(model) if model is not None else None
         self.pages: list[Page] = []
         self._saved = SavedSlots()  # loaded, for slots that no graph has asked for yet
@@ -78,7 +78,7 @@ class ScalingState:
     @property
     def held(self) -> bool:
         """Whether amaxes wait for :meth:`update`; otherwise each pass begins with the update for the one before."""
-        return handling_of(self.model).held
+        return self._requests.held
 
     def update(self) -> None:
         """Take over the amaxes that were held."""
@@ -92,7 +92,7 @@ class ScalingState:
         """FP8 copies of the model's weights, where an optimizer is attached."""
         from .weight_cache import WeightCache
 
-        if not handling_of(self.model).cached:
+        if not self._requests.cached:
             self._weights = None
         elif self._weights is None:
             self._weights = WeightCache(self)
@@ -310,56 +310,6 @@ class ScalingState:
                 page.set_row(row, saved)
             else:
                 self._prime(slot, page, row)
-
-
-_states: weakref.WeakKeyDictionary[Any, ScalingState] = weakref.WeakKeyDictionary()  # by module, or by code
-_of_several: dict[tuple[weakref.ref[nn.Module], ...], ScalingState] = {}  # of functions that run several modules
-_newest: weakref.WeakKeyDictionary[Any, weakref.ref[ScalingState]] = weakref.WeakKeyDictionary()  # by code
-
-
-def scaling_state(model: nn.Module | Callable[..., Any]) -> ScalingState:
-    """The state of a model, plain or compiled; of a compiled function, that of the module or modules it runs."""
-    model = unwrap(model)
-    if isinstance(model, nn.Module):
-        return _states.setdefault(model, ScalingState(model))
-    if not callable(model):
-        raise TypeError(f"scaling_state expects a module or a compiled function, got {type(model).__name__}")
-    function = innermost_fn(model)
-    own = [module for module in reachable_modules(function) if module in _states]
-    if len(own) == 1:
-        return _states[own[0]]
-    newest = _newest[function.__code__]() if function.__code__ in _newest else None
-    return newest or _states.setdefault(function.__code__, ScalingState())
-
-
-def states_within(model: nn.Module) -> dict[str, ScalingState]:
-    """The states of a model and of modules in it that were compiled by themselves, by their dotted names."""
-    return {name: _states[module] for name, module in model.named_modules() if module in _states}
-
-
-def state_of_compilation(gm: fx.GraphModule) -> ScalingState:
-    """The state of what Dynamo is compiling: of the compiled module, or of those that a compiled function runs."""
-    root, code = compiled_root(), frame_code()
-    modules = [root] if root is not None else list(modules_read(gm).values())
-    if len(modules) == 1:
-        state = scaling_state(modules[0])
-    elif modules:
-        state = _state_of_several(modules)
-    else:
-        return _states.setdefault(code, ScalingState()) if code is not None else ScalingState()
-    if code is not None:
-        _newest[code] = weakref.ref(state)
-        state.compiled_with(code)
-    return state
-
-
-def _state_of_several(modules: list[nn.Module]) -> ScalingState:
-    key = tuple(weakref.ref(module) for module in modules)
-    if key not in _of_several:
-        _of_several[key] = ScalingState()
-        for module in modules:
-            weakref.finalize(module, _of_several.pop, key, None)
-    return _of_several[key]
 
 
 def _rows_by_page(places: Iterable[Place]) -> dict[int, list[int]]:

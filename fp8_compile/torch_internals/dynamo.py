@@ -80,6 +80,13 @@ def modules_read(gm: fx.GraphModule) -> dict[Any, nn.Module]:
     }
 
 
+def compiled_modules(gm: fx.GraphModule) -> list[nn.Module]:
+    """The modules that Dynamo is compiling: the one that ``torch.compile`` was called on, or those that a compiled
+    function runs, as far as its graph reads their parameters and buffers."""
+    root = compiled_root()
+    return [unwrap(root)] if root is not None else list(modules_read(gm).values())
+
+
 def source_of(node: fx.Node) -> Any:
     """Where Dynamo says that an input comes from."""
     return getattr(node.meta.get("grapharg"), "source", None) or getattr(node, "_dynamo_source", None)

@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fp8_compile.scaling.handling import handle
-from fp8_compile.scaling.state import ScalingState, states_within
+from fp8_compile.scaling.find_state import states_within
+from fp8_compile.scaling.model_state import request
+from fp8_compile.scaling.state import ScalingState
 
 from .part import Part, Step
 from .weight_caching import recompile
@@ -51,7 +52,7 @@ class AmaxReduction(Part):
         for state in states_within(model).values():
             state.settle()
         recompile(model, "with amaxes of all ranks", unless=lambda state: state.held)
-        handle(model, self).held = True
+        request(model, self).held = True
 
     def inspect(self, step: Step) -> None:
         """One message for both: ranks that looked at their gradients and ranks that had none must not send different
@@ -88,7 +89,7 @@ class AmaxReduction(Part):
             state.update()
 
     def detach(self) -> None:
-        handle(self.model, self).held = False
+        request(self.model, self).held = False
         recompile(self.model, "with amaxes of its own rank", unless=lambda state: state.held)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from fp8_compile.kernels.delayed_scaling import CLIPPED, COUNTERS, LOOK, PASSES, QUANT, SATURATED, SMALL
 from fp8_compile.passes.graph.roles import Role
 from fp8_compile.passes.graph.slot import BACKWARD
-from fp8_compile.scaling.state import states_within
+from fp8_compile.scaling.find_state import states_within
 from fp8_compile.scaling.stats import lost_numbers
 from fp8_compile.scaling.table import Page
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any, Mapping
 
 from torch import nn
 
-from fp8_compile.scaling.state import ScalingState, scaling_state, states_within
-from fp8_compile.torch_internals.modules import is_compiled
+from fp8_compile.scaling.find_state import scaling_state, states_within
+from fp8_compile.scaling.model_state import model_state
+from fp8_compile.scaling.state import ScalingState
+from fp8_compile.torch_internals.modules import is_compiled, unwrap
 
 from .part import Part, Step
 
@@ -54,19 +55,17 @@ class SavedScaling(Part):
             ) from None
 
     def detach(self) -> None:
-        for state in self._states():
-            _counting.get(state, set()).discard(self)
-            state.steps = max((one.steps for one in _counting.get(state, ())), default=None)
+        for module in self._modules():
+            counts = model_state(module).step_counts
+            counts.discard(self)
+            scaling_state(module).steps = max((one.steps for one in counts), default=None)
 
     def _tell(self) -> None:
-        for state in self._states():
-            _counting.setdefault(state, weakref.WeakSet()).add(self)
-            state.steps = max(one.steps for one in _counting[state])
+        for module in self._modules():
+            counts = model_state(module).step_counts
+            counts.add(self)
+            scaling_state(module).steps = max(one.steps for one in counts)
 
-    def _states(self) -> list[ScalingState]:
-        """Of the model, and of modules in it that are compiled by themselves."""
-        inner = [module for module in self.model.modules() if is_compiled(module)]
-        return [scaling_state(module) for module in (self.model, *inner)]
-
-
-_counting: weakref.WeakKeyDictionary[ScalingState, weakref.WeakSet[SavedScaling]] = weakref.WeakKeyDictionary()
+    def _modules(self) -> list[nn.Module]:
+        """The model, and the modules in it that are compiled by themselves."""
+        return [self.model, *(unwrap(module) for module in self.model.modules() if is_compiled(module))]

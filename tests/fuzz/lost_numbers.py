@@ -9,7 +9,8 @@ from typing import Iterator
 
 from torch import nn
 
-from fp8_compile.scaling.state import ScalingState, states_within
+from fp8_compile.scaling.find_state import states_within
+from fp8_compile.scaling.state import ScalingState
 
 # This warning repeats what was counted, maybe in earlier calls. The counters say which call it was.
 REPEATED = "delayed scaling lost numbers"

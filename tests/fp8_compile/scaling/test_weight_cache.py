@@ -15,7 +15,7 @@ from uncompiled import UncompiledBackend
 import fp8_compile
 from fp8_compile.kernels.delayed_scaling import DEQUANT, QUANT, cast_delayed
 from fp8_compile.kernels.gpu import quantize_many, quantize_transpose, tile
-from fp8_compile.scaling.handling import handle
+from fp8_compile.scaling.model_state import request
 from fp8_compile.scaling.weight_cache import CachedWeight, WeightCache
 from fp8_compile.training.weight_caching import WeightCaching
 
@@ -93,7 +93,7 @@ def test_training_is_the_same_bit_for_bit_with_one_refresh_a_step(fused: bool) -
 def warm() -> tuple[nn.Module, Any, WeightCache]:
     """A layer that was run once."""
     model = nn.Sequential(nn.Linear(32, 48, bias=False))
-    handle(model).cached = True
+    request(model).cached = True
     compiled = torch.compile(model, backend="fp8")
     compiled(torch.randn(16, 32)).sum().backward()
     return model, compiled, cache_of(model)
@@ -173,7 +173,7 @@ def test_code_from_inductors_cache_reads_the_copies_too() -> None:
         torch._dynamo.reset()
         model = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 32, bias=False))
         backend = fp8_compile.Backend()
-        handle(model).cached = True
+        request(model).cached = True
         torch.compile(model, backend=backend)(torch.randn(16, 32)).sum().backward()
         cache = cache_of(model)
         assert backend.reports[0].cache in expected and cache.refreshes == 1
@@ -190,7 +190,7 @@ def test_the_launch_for_gpus_writes_what_the_cpu_writes(generator, target: str) 
     for _ in range(2):
         model = nn.Sequential(nn.Linear(32, 48, bias=False), nn.Linear(48, 32, bias=False))
         model.load_state_dict({key: torch.full_like(w, 0.5) for key, w in model.state_dict().items()})
-        handle(model).cached = True
+        request(model).cached = True
         compiled = torch.compile(model, backend="fp8", options={"target": target})
         compiled(torch.ones(16, 32))
         torch._dynamo.reset()
@@ -230,7 +230,7 @@ def test_a_refresh_after_the_first_steps_copies_nothing_from_the_host(warm) -> N
 
 def test_weights_on_a_gpu_and_on_the_cpu_are_each_quantized_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(nn.Linear(32, 48, bias=False), nn.Linear(48, 32, bias=False))
-    handle(model).cached = True
+    request(model).cached = True
     torch.compile(model, backend="fp8")(torch.randn(16, 32)).sum().backward()
     cache = cache_of(model)
     here, there = cache.copies()
