@@ -6,10 +6,15 @@ import dataclasses
 import logging
 from typing import TYPE_CHECKING, Any, Container, Iterable
 
-from torch import Tensor
+import torch
+from torch import Tensor, fx
 
+from fp8_compile.config import Config
 from fp8_compile.passes.graph.roles import Role
-from fp8_compile.passes.graph.slot import FROZEN, Place, Slot, TensorUse, buffer_name
+from fp8_compile.passes.graph.slot import BACKWARD, FORWARD, FROZEN, Place, Slot, TensorUse, buffer_name
+from fp8_compile.passes.joint.decide import Rules
+from fp8_compile.passes.joint.delay_scales import UpdateRule
+from fp8_compile.torch_internals.dynamo import compilation, frame_key
 
 from .table import Page, PageKind
 
@@ -20,6 +25,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("fp8_compile")
 
 LEAST_ROWS = 32  # of a page
+# Ops of a Dynamo graph that become matmuls, by a part of their name.
+MATMULS = ("linear", "matmul", "mm", "einsum", "attention", "tensordot", "multi_head", "lstm", "gru", "rnn", "bilinear")
+SLOTS_PER_MATMUL = 4  # two operands in forward, seldom more than one gradient, and some to spare
 
 
 class PoolFull(Exception):
@@ -139,6 +147,42 @@ class GraphPool:
         for *use, page, row in stored:
             given = self.place(use_from_list(use))
             assert given == Place(page, row), "the cache's key covers the places of all slots"
+
+
+def open_pool(
+    gm: fx.GraphModule,
+    modules: Container[str],
+    config: Config,
+    rules: Rules,
+    device: torch.device,
+    state: ScalingState,
+    *,
+    trains: bool,
+) -> GraphPool:
+    """The slots for a graph of these modules, with room for those it may need. One that does not train has frozen
+    scales alone."""
+    room = SLOTS_PER_MATMUL * max(1, _matmuls(gm))
+    frame = state.begin_graph(frame_key(), compilation())
+    return GraphPool(state, _kinds(config, rules, device, trains), room, modules, frame)
+
+
+def update_rule(config: Config) -> UpdateRule:
+    return UpdateRule(config.margin, config.amax_algorithm, config.scale_update_interval)
+
+
+def _kinds(config: Config, rules: Rules, device: torch.device, trains: bool) -> list[PageKind]:
+    formats = {FORWARD: rules.forward, BACKWARD: rules.backward} if trains else {FROZEN: rules.forward}
+    return [
+        PageKind(direction, device, config.amax_history_len, format.max, update_rule(config))
+        for direction, format in formats.items()
+    ]
+
+
+def _matmuls(gm: fx.GraphModule) -> int:
+    """How many matmuls a Dynamo graph may have, its subgraphs included."""
+    graphs = [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
+    names = (str(node.target).lower() for graph in graphs for node in graph.nodes if node.op.startswith("call"))
+    return sum(any(part in name for part in MATMULS) for name in names)
 
 
 def use_from_list(fields: list[Any]) -> TensorUse:

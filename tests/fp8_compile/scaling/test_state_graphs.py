@@ -17,8 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from uncompiled import UncompiledBackend
 
 from fp8_compile import Config, scaling_state
-from fp8_compile.backend import runner as delayed
-from fp8_compile.scaling import graph_slots as graph_pool
+from fp8_compile.scaling import graph_slots
 
 D = 32
 ROLES = ("input", "weight", "grad_output")
@@ -336,9 +335,9 @@ def test_a_function_of_two_models_is_compiled_again_for_another_one() -> None:
 def test_a_graph_that_needs_more_slots_than_foreseen_gets_another_page(
     monkeypatch: pytest.MonkeyPatch, target: str
 ) -> None:
-    monkeypatch.setattr(delayed, "SLOTS_A_MATMUL", 1)
-    monkeypatch.setattr(delayed, "_matmuls", lambda gm: 0)
-    monkeypatch.setattr(graph_pool, "LEAST_ROWS", 8)  # where there are twelve
+    monkeypatch.setattr(graph_slots, "SLOTS_PER_MATMUL", 1)
+    monkeypatch.setattr(graph_slots, "_matmuls", lambda gm: 0)
+    monkeypatch.setattr(graph_slots, "LEAST_ROWS", 8)  # where there are twelve
     model = nn.Sequential(*(nn.Linear(D, D) for _ in range(6)))
     compiled, backend = compiled_with(model, target=target)
     for _ in range(3):
