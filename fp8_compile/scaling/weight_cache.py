@@ -61,7 +61,7 @@ class CachedWeight:
     place: Place | None = None
     via: torch.dtype | None = None  # rounded to that dtype first, as autocast does
     weight: weakref.ref[Tensor] | None = None  # that the copy was made from, or will be
-    seen: tuple[Tensor, int, int] | None = None  # its memory, kept lest another get its address, and versions
+    seen: tuple[Tensor, int, int, int] | None = None  # its memory, kept lest another get its address; that; versions
     marked: bool = False  # as changed, whatever its version says
     written: bool = False  # by someone who left its version as it was
     looked: bool = False  # made with the weight's own scale, because someone else than an optimizer had replaced it
@@ -73,18 +73,20 @@ class CachedWeight:
     def is_stale(self, weight: Tensor, epoch: int) -> bool:
         if self.marked or self.written or self.epoch != epoch or self.seen is None or self.current() is not weight:
             return True
-        memory, *versions = self.seen
+        _, address, whole, part = self.seen
         now = local(weight)
-        return now.data_ptr() != memory.data_ptr() or versions != [version(weight), version(now)]
+        if now.data_ptr() != address or version(now) != part:
+            return True
+        return now is not weight and version(weight) != whole
 
     def is_replaced(self, epoch: int) -> bool:
         """Of a stale copy: whether its weight was written by someone else than an optimizer, and may be of any size."""
         return self.written or (not self.marked and self.seen is not None and self.epoch == epoch)
 
     def made_from(self, weight: Tensor, epoch: int) -> None:
-        now = local(weight).detach()
+        now = local(weight)
         self.marked, self.written, self.epoch, self.weight = False, False, epoch, weakref.ref(weight)
-        self.seen = now, version(weight), version(local(weight))
+        self.seen = now.detach(), now.data_ptr(), version(weight), version(now)
 
     def current(self) -> Tensor | None:
         """That weight, while it is there."""
@@ -178,8 +180,10 @@ class WeightCache:
         epoch = self.state.epoch
         fresh = {entry: weight for entry, weight in weights.items() if not entry.is_stale(weight, epoch)}
         on_cpu, on_gpu = _by_device(fresh)
-        marked, _ = _by_device({entry: weight for entry, weight in weights.items() if entry.marked})
-        written = [*sampler.written(on_cpu), *sampler.written(marked)]
+        written = sampler.written(on_cpu)
+        if len(fresh) < len(weights):
+            marked, _ = _by_device({entry: weight for entry, weight in weights.items() if entry.marked})
+            written += sampler.written(marked)
         if self._distrusted:
             written = [*written, *self._written_elsewhere(besides=weights)]
         for entry in written:

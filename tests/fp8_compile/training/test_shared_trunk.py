@@ -12,6 +12,7 @@ from uncompiled import UncompiledBackend
 
 import fp8_compile
 from fp8_compile import scaling_state
+from fp8_compile.scaling.find_state import states_within
 
 D = 32
 WAYS = ("wholes", "trunk")  # each model is compiled as a whole, or their trunk by itself
@@ -162,7 +163,7 @@ def test_a_skipped_step_of_one_does_not_undo_that_of_the_other(way: str, both: b
 
 
 def states(model: nn.Module) -> dict[str, Tensor]:
-    found = fp8_compile.scaling.state.__globals__["states_within"](model)
+    found = states_within(model)
     return {
         f"{type(model).__name__}{module}{key}": row
         for module, s in found.items()
