@@ -26,7 +26,7 @@ from fp8_compile.scaling.find_state import state_of_compilation
 from fp8_compile.scaling.graph_slots import GraphPool, PoolFull, open_pool, update_rule
 from fp8_compile.scaling.graph_weights import GraphWeights, open_weights
 from fp8_compile.scaling.loss_scale import GraphLossScale, loss_scale_of_compilation
-from fp8_compile.scaling.recorder import PassRecorder
+from fp8_compile.scaling.recorder import RunRecorder
 from fp8_compile.scaling.state import ScalingState
 from fp8_compile.selection import Selection
 from fp8_compile.target import Target
@@ -196,7 +196,7 @@ class _Graph:
             looking=None if self._looks_itself or pool.frozen else self._compile_looking(),
             warming=self._compile_warm_up() if steps and torch.is_grad_enabled() else None,
             warmup_steps=steps,
-            recorder=PassRecorder(dump.path, pool, dump.refresh_page) if dump and records else None,
+            recorder=RunRecorder(dump.path, pool, dump.refresh_page) if dump and records else None,
         )
 
     def _compile_looking(self) -> Callable[..., Any]:
@@ -269,5 +269,5 @@ def _device(example_inputs: Sequence[Any]) -> torch.device:
 
 
 def with_users(field: str, ours: Any, patches: Mapping[str, Any]) -> list[Any]:
-    """Our pass behind those that the user has set in Inductor's config."""
+    """Our pass after those that the user has set in Inductor's config."""
     return [*passes_of_user(field, patches), ours]

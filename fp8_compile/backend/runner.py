@@ -24,7 +24,7 @@ from fp8_compile.kernels.delayed_scaling import ABSENT
 from fp8_compile.passes.graph.slot import Place, Slot
 from fp8_compile.scaling.graph_slots import GraphPool
 from fp8_compile.scaling.graph_weights import FreshWeights, GraphWeights
-from fp8_compile.scaling.recorder import PassRecorder
+from fp8_compile.scaling.recorder import RunRecorder
 from fp8_compile.scaling.state import ScalingState
 from fp8_compile.torch_internals.autograd import is_recomputation
 from fp8_compile.torch_internals.graphs import is_fake
@@ -57,7 +57,7 @@ class Runner:
         looking: Code | None = None,
         warming: Code | None = None,
         warmup_steps: int = 0,
-        recorder: PassRecorder | None = None,
+        recorder: RunRecorder | None = None,
     ) -> None:
         """``pool``: the graph's slots; None or empty: it reads no scaling state. ``looking``: the twin that looks; None
         where the compiled code can do that itself. ``warming``: the twin for the first steps, if there are any."""
@@ -65,7 +65,7 @@ class Runner:
         self.state, self.trains, self.recorder = state, trains, recorder
         self.fresh = FreshWeights(weights) if weights is not None and weights.uses else None
         slots = pool.places if pool is not None else {}
-        self.tables = [state.pages[index] for index in {place.page for place in slots.values()}]
+        self.tables = [state.tables[index] for index in {place.table for place in slots.values()}]
         self._slots = list(slots.values())
         # Copies of weights are quantized when the graph runs: their slots are not waited for.
         copied = weights.slots if weights is not None else set()
@@ -86,7 +86,7 @@ class Runner:
             with self._hidden():
                 return self._code(args, again=True)(*args)
         if self.recorder is not None:
-            self.recorder.begin_pass()
+            self.recorder.begin_run()
         if self.warming is None and (self._complete == self.state.epoch or not self._looks):
             return self.compiled(*args)
         return self._code(args, again=False)(*args)
@@ -106,7 +106,7 @@ class Runner:
         """True for the first steps: of the optimizer where one is attached, otherwise runs of this graph."""
         epoch, runs = self._runs
         if epoch != self.state.epoch:  # the first time, and when a state was loaded or forgotten
-            runs = self.state.passes(self._slots)
+            runs = self.state.runs(self._slots)
         done = runs if self.state.steps is None else self.state.steps
         warming = done < self.warmup_steps
         self._runs = self.state.epoch, runs + (warming and not again)

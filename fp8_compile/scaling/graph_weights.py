@@ -50,8 +50,8 @@ class GraphWeights:
             named[weight_buffer(argument, CODES)] = entry.codes
             if entry.transposed is not None:
                 named[weight_buffer(argument, TRANSPOSED)] = entry.transposed
-        for page in self.pool.pages(FORWARD):
-            named[weight_buffer(page, KNOWN)] = self.cache.known_scales(page)
+        for table in self.pool.tables(FORWARD):
+            named[weight_buffer(table, KNOWN)] = self.cache.known_scales(table)
         return named
 
     def use(self, use: Use) -> Place | None:

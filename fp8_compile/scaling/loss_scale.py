@@ -35,7 +35,7 @@ class GraphLossScale:
         return self._tensors[device]
 
     def set(self, value: float) -> None:
-        """Change the scale of all backward passes that begin from now on."""
+        """Change the scale of every backward that begins from now on."""
         self.value = value
         for tensors in self._tensors.values():
             # .data: a forward may have saved it for its backward, and autograd compares versions.

@@ -1,4 +1,4 @@
-"""FP8 copies of a model's weights, made once per optimizer step and read by every training pass until the next.
+"""FP8 copies of a model's weights, made once per optimizer step and read by every training run until the next.
 
     copy: q = fp8(w * quant_scale), and its transpose for GPUs that want K contiguous; quant_scale from the history of
           the weight's slot
@@ -11,7 +11,7 @@ things write to a weight without its version counters knowing:
 - Writes through ``.data``, as most classes that average weights do them (EMA). A fingerprint of a sample of the weight
   (``kernels/fingerprint.py``) is compared as well: by the host for weights on a CPU; on a GPU by the kernel that
   quantizes, which the host does not wait for.
-- The same around an inference pass. After one, :meth:`WeightCache.distrust` has all copies written again.
+- The same around an inference run. After one, :meth:`WeightCache.distrust` has all copies written again.
 
 A write through ``.data`` that changes only a few elements may miss the sample: :meth:`WeightCache.invalidate` is for
 that.
@@ -101,14 +101,14 @@ class WeightCache:
 
     def __init__(self, state: ScalingState) -> None:
         self.state = state
-        self.known: dict[int, Tensor] = {}  # by page: the scales that the copies were made with, as Page.scales
+        self.known: dict[int, Tensor] = {}  # by table: the scales that the copies were made with, as Table.scales
         self.refreshes = 0
         self._offered: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # weight -> copy, for graphs to come
         self._read: list[weakref.ref[CachedWeight]] = []  # by graphs, which may run with other weights than at first
         self._distrusted = False
         self._fingerprints = Fingerprints()
         self._launches: QuantizeMany | None = None
-        self._rows: dict[int, tuple[list[int], Tensor]] = {}  # by page: which were renewed last, there on the device
+        self._rows: dict[int, tuple[list[int], Tensor]] = {}  # by table: which were renewed last, there on the device
         _caches.add(self)
 
     def entry(self, weight: Tensor, dtype: torch.dtype, *, transposed: bool) -> CachedWeight:
@@ -133,12 +133,12 @@ class WeightCache:
         for tensor in entry.tensors() if entry else ():
             tensor.untyped_storage().resize_(0)
 
-    def known_scales(self, page: int) -> Tensor:
-        if page not in self.known:
-            scales = self.state.pages[page].scales
+    def known_scales(self, table: int) -> Tensor:
+        if table not in self.known:
+            scales = self.state.tables[table].scales
             with _real_unless_fake(scales):
-                self.known[page] = torch.zeros_like(scales)
-        return self.known[page]
+                self.known[table] = torch.zeros_like(scales)
+        return self.known[table]
 
     def invalidate(self, weights: Iterable[Tensor] | None = None) -> None:
         """These weights, or all of them, have changed: have them quantized again before they are next read. Needed for
@@ -155,11 +155,11 @@ class WeightCache:
 
     def distrust(self) -> None:
         """All weights may have changed: have them quantized again before the next training forward, whatever version
-        counters and fingerprints say. For after each inference pass, around which weights are swapped for their
+        counters and fingerprints say. For after each inference run, around which weights are swapped for their
         averages and back; it costs nothing here.
 
         A weight that is seen to be the same gets the copy that it had, so that a backward is not refused because an
-        inference pass was run between it and its forward."""
+        inference was run between it and its forward."""
         self._distrusted = True
 
     def copies(self) -> list[CachedWeight]:
@@ -212,9 +212,9 @@ class WeightCache:
         return [entry for entry, one in zip(on_cpu, found) if entry.fingerprint not in (None, one)]
 
     def _refresh(self, stale: Mapping[CachedWeight, Tensor]) -> None:
-        pages = sorted({entry.place.page for entry in stale})  # type: ignore[union-attr]
-        for page in pages:
-            self.state.settle_page(page)  # what the pass that begins would do first
+        tables = sorted({entry.place.table for entry in stale})  # type: ignore[union-attr]
+        for table in tables:
+            self.state.settle_table(table)  # what the run that begins would do first
         for entry in stale:
             self._look(entry, entry.is_replaced(self.state.epoch))
         on_cpu, on_gpu = _by_device(stale)
@@ -232,7 +232,7 @@ class WeightCache:
         assert entry.place is not None
         if entry.looked != on:
             entry.looked = on
-            self.state.pages[entry.place.page].look([entry.place.row], on)
+            self.state.tables[entry.place.table].look([entry.place.row], on)
 
     def _write_again(self, besides: Mapping[CachedWeight, Tensor]) -> None:
         """Quantize weights that nothing is known against, by the scales that their copies have. Histories are left
@@ -245,7 +245,7 @@ class WeightCache:
         for entry, weight in on_cpu.items():
             place = entry.place
             assert place is not None
-            self._write(entry, local(weight), self.known[place.page][QUANT, place.row])
+            self._write(entry, local(weight), self.known[place.table][QUANT, place.row])
         if on_gpu:
             self._launch(on_gpu, record=False)
         self.refreshes += bool(fresh)
@@ -261,22 +261,22 @@ class WeightCache:
         for entry, weight in stale.items():
             place = entry.place
             assert place is not None
-            page = self.state.pages[place.page]
-            scale = torch.zeros(()) if entry.looked else page.scales[QUANT, place.row]
+            table = self.state.tables[place.table]
+            scale = torch.zeros(()) if entry.looked else table.scales[QUANT, place.row]
             used, dequant_scale, amax = self._write(entry, local(weight), scale)
             self._set_known(place, used.view(()), dequant_scale.view(()))
-            record_amax(page.amaxes, amax, place.row)
+            record_amax(table.amaxes, amax, place.row)
 
     def _write(self, entry: CachedWeight, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Quantize by a scale, 0 where there is none yet: the scale that was used, its inverse, the amax."""
-        page = self.state.pages[entry.place.page]  # type: ignore[union-attr]
+        table = self.state.tables[entry.place.table]  # type: ignore[union-attr]
         x = weight if entry.via is None else weight.to(entry.via)
         scale, dtype = scale.view(1, 1), entry.codes.dtype
         if dtype in (E4M3.dtype, E5M2.dtype):
             codes, used, dequant_scale, amax = quantize_delayed_op(x, scale, dtype, True)
         else:
             amax = block_amax(x, (WHOLE, WHOLE))
-            used = first_scale(scale, amax, page.kind.largest)
+            used = first_scale(scale, amax, table.kind.largest)
             codes, dequant_scale = cast_delayed(x, used, dtype), used.reciprocal()
         # Through .data: the caller knows whether version counters are to go up.
         entry.codes.data.view(torch.uint8).copy_(codes.view(torch.uint8))
@@ -305,44 +305,44 @@ class WeightCache:
             assert place is not None
             if entry.fingerprints is None:
                 entry.fingerprints = new_fingerprints(x)
-            scale, amax = self.known[place.page][QUANT, place.row], self.state.pages[place.page].amaxes[place.row]
+            scale, amax = self.known[place.table][QUANT, place.row], self.state.tables[place.table].amaxes[place.row]
             found.append(Matrix(x, entry.codes, entry.transposed, scale, amax, entry.fingerprints, entry.via))
         return found
 
     def _set_scales(self, stale: Mapping[CachedWeight, Tensor]) -> None:
         """The scales to quantize with; of a slot without history, or a weight that was replaced, from the weight."""
-        by_page: dict[int, list[int]] = {}
+        by_table: dict[int, list[int]] = {}
         for entry in stale:
-            by_page.setdefault(entry.place.page, []).append(entry.place.row)  # type: ignore[union-attr]
-        for index, rows in by_page.items():
-            scales, at = self.state.pages[index].scales, self._on_device(index, rows)
+            by_table.setdefault(entry.place.table, []).append(entry.place.row)  # type: ignore[union-attr]
+        for index, rows in by_table.items():
+            scales, at = self.state.tables[index].scales, self._on_device(index, rows)
             self.known[index].data.index_copy_(1, at, scales.index_select(1, at))
         for entry in stale:
-            page, row = self.state.pages[entry.place.page], entry.place.row  # type: ignore[union-attr]
+            table, row = self.state.tables[entry.place.table], entry.place.row  # type: ignore[union-attr]
             if not entry.looked:
                 if entry.primed == self.state.epoch:
                     continue
-                if float(page.scales[QUANT, row]) > 0:  # waits for the device, on the first steps alone
+                if float(table.scales[QUANT, row]) > 0:  # waits for the device, on the first steps alone
                     entry.primed = self.state.epoch
                     continue
             weight = local(stale[entry])
             amax = block_amax(weight if entry.via is None else weight.to(entry.via), (WHOLE, WHOLE)).view(())
-            used = first_scale(torch.zeros_like(amax), amax, page.kind.largest)
+            used = first_scale(torch.zeros_like(amax), amax, table.kind.largest)
             assert entry.place is not None
             self._set_known(entry.place, used, used.reciprocal())
 
     def _set_known(self, place: Place, quant_scale: Tensor, dequant_scale: Tensor) -> None:
         """Through .data: a backward that reads this scale reads the copy too, whose version tells whether it is still
-        the one of its forward. A version for all scales of the page would refuse backwards of other weights."""
-        known = self.known[place.page].data
+        the one of its forward. A version for all scales of the table would refuse backwards of other weights."""
+        known = self.known[place.table].data
         known[QUANT, place.row], known[DEQUANT, place.row] = quant_scale, dequant_scale
 
-    def _on_device(self, page: int, rows: list[int]) -> Tensor:
-        """Rows of a page as an index. A list of numbers would be copied to the device anew each step, which waits for
+    def _on_device(self, table: int, rows: list[int]) -> Tensor:
+        """Rows of a table as an index. A list of numbers would be copied to the device anew each step, which waits for
         all that the device has to do and can't be captured in a CUDA graph."""
-        if page not in self._rows or self._rows[page][0] != rows:
-            self._rows[page] = rows, torch.tensor(rows, device=self.known[page].device)
-        return self._rows[page][1]
+        if table not in self._rows or self._rows[table][0] != rows:
+            self._rows[table] = rows, torch.tensor(rows, device=self.known[table].device)
+        return self._rows[table][1]
 
 
 _caches: weakref.WeakSet[WeightCache] = weakref.WeakSet()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from fp8_compile.config import Config
+from fp8_compile.scaling.history_backup import HistoryBackup
 from fp8_compile.scaling.loss_scale import (
     GraphLossScale,
     compiled_without,
@@ -21,14 +22,13 @@ from fp8_compile.scaling.loss_scale import (
     sharing_graphs,
     withdraw,
 )
-from fp8_compile.scaling.snapshot import KeptHistories
 from fp8_compile.torch_internals.autograd import largest_magnitudes
 
 from .loss_scaler import LossScaler
-from .part import Part, Step
+from .part import Step, TrainingPart
 
 
-class LossScaling(Part):
+class LossScaling(TrainingPart):
     """Loss scaling in the graphs of one model.
 
         scale -> scale / 2, at least 1      after a step with a gradient that is not finite, which is skipped
@@ -43,7 +43,7 @@ class LossScaling(Part):
         self.model, self.setting = model, setting
         self.value = 1.0  # the current loss scale; 1 if it is off
         self.wide = False  # gradients of 16-bit parameters leave in FP32
-        self.histories = KeptHistories(model)
+        self.backup = HistoryBackup(model)
         self.scaler = scaler
         self._good = 0  # steps since the scale was changed: the scaler's growth tracker, without asking the device
         self._refuse_contradiction()
@@ -93,19 +93,19 @@ class LossScaling(Part):
         if not self.on:
             return
         if step.not_finite:
-            self.histories.restore()
+            self.backup.restore()
         self._clear()
-        self.histories.keep()
+        self.backup.keep()
 
     def after_step(self, step: Step) -> None:
         if not self.on:
             return
         if step.not_finite:
-            self.histories.restore()
+            self.backup.restore()
         self._clear()
         if self.setting == "dynamic" and step.found_inf is not None:
             self._follow(step)
-        self.histories.keep()
+        self.backup.keep()
 
     def _follow(self, step: Step) -> None:
         """What the scaler does on the device, done here too: so nobody has to wait for the result."""
@@ -141,7 +141,7 @@ class LossScaling(Part):
             self._good = state_dict["scaler"]["_growth_tracker"]
             self._set(float(state_dict["scale"]))
         self._clear()
-        self.histories.keep()
+        self.backup.keep()
 
     def detach(self) -> None:
         withdraw(self)
@@ -155,21 +155,21 @@ class LossScaling(Part):
                 "or torch._dynamo.reset() before attach()"
             )
         self.setting = setting
-        self._clear()  # of passes while nobody was attached
+        self._clear()  # of runs while nothing was attached
         if setting == "dynamic":
             self.scaler = self.scaler or LossScaler()
             self._good = self.scaler._get_growth_tracker()
             self._set(self.scaler.get_scale())
         else:
             self._set(float(setting))
-        self.histories.keep()
+        self.backup.keep()
 
     def _set(self, value: float, modules: Iterable[nn.Module] | None = None) -> None:
         """``modules``: those of the model that the new value is for; None: all."""
         self.value, chosen = value, set(self.model.modules() if modules is None else modules)
         for graphs in scales_of(chosen):
             graphs.set(value)
-        for state in self.histories.states():
+        for state in self.backup.states():
             if state.model in chosen:
                 state.set_gradient_unit(value)
 

@@ -12,12 +12,12 @@ from fp8_compile.scaling.model_state import request
 from fp8_compile.scaling.state import ScalingState
 from fp8_compile.scaling.weight_cache import WeightCache, mark_stepped
 
-from .part import Part, Step
+from .part import Step, TrainingPart
 
 log = logging.getLogger("fp8_compile")
 
 
-class WeightCaching(Part):
+class WeightCaching(TrainingPart):
     """Weights are quantized once a step, all of them in one launch; see ``weight_cache.py``.
 
     Code that was compiled before is compiled again at its next call. Detached, code goes on with its copies, which

@@ -1,4 +1,4 @@
-"""Slots among graphs: recompiles, breaks, modes, shared modules, checkpoints, functions and full pages."""
+"""Slots among graphs: recompiles, breaks, modes, shared modules, checkpoints, functions and full tables."""
 
 from __future__ import annotations
 
@@ -328,7 +328,7 @@ def test_a_function_of_two_models_is_compiled_again_for_another_one() -> None:
     assert snr(compiled(one, three, torch.ones(8, D)), step(one, three, torch.ones(8, D))) > 10
 
 
-# --- pages
+# --- tables
 
 
 @pytest.mark.parametrize("target", ["cpu", "cuda:90"])
@@ -345,11 +345,11 @@ def test_a_graph_that_needs_more_slots_than_foreseen_gets_another_page(
         x = torch.randn(16, D)
         y = compiled(x)
         y.sum().backward()
-    pages = scaling_state(model).pages
-    directions = [page.kind.direction for page in pages]
+    tables = scaling_state(model).tables
+    directions = [table.kind.direction for table in tables]
     assert directions.count("forward") > 1
     assert counts(model) == {slot: [3, 3] for slot in slots_of(*map(str, range(6)))}
-    assert len(counts(model)) == sum(len(page.slots) for page in pages), "each slot lies in one page"
+    assert len(counts(model)) == sum(len(table.slots) for table in tables), "each slot lies in one table"
     assert len(backend.reports) == 1 and snr(y, model(x)) > 10
     gradient = model[0].weight.grad.clone()
     model.zero_grad()

@@ -100,7 +100,7 @@ def warm() -> Iterator[tuple[nn.Module, Any, WeightCache]]:
 
 
 def is_fresh(entry: CachedWeight, cache: WeightCache) -> bool:
-    known = cache.known[entry.place.page][:, entry.place.row]
+    known = cache.known[entry.place.table][:, entry.place.row]
     assert known[DEQUANT] == 1 / known[QUANT] > 0
     expected = cast_delayed(entry.current().detach(), known[QUANT], entry.codes.dtype)
     return torch.equal(entry.codes.view(torch.uint8), expected.view(torch.uint8))
@@ -190,14 +190,14 @@ class OnGpu:
         """Make visible what is quantized."""
         for entry in self.cache.copies():
             entry.codes.data.view(torch.uint8).fill_(0x55)
-            self.cache.state.pages[entry.place.page].amaxes.data.fill_(tile.NOTHING)
+            self.cache.state.tables[entry.place.table].amaxes.data.fill_(tile.NOTHING)
 
     def fresh(self) -> list[bool]:
         return [is_fresh(entry, self.cache) for entry in self.cache.copies()]
 
     def amaxes(self) -> list[float]:
-        pages = self.cache.state.pages
-        return [pages[entry.place.page].amaxes[entry.place.row].item() for entry in self.cache.copies()]
+        tables = self.cache.state.tables
+        return [tables[entry.place.table].amaxes[entry.place.row].item() for entry in self.cache.copies()]
 
 
 @pytest.fixture

@@ -60,7 +60,7 @@ def cache_of(model: nn.Module) -> WeightCache:
 
 def check_fresh(entry: CachedWeight, weight: torch.Tensor, cache: WeightCache) -> None:
     """The copy is that of the weight as it is now."""
-    known = cache.known[entry.place.page][:, entry.place.row]
+    known = cache.known[entry.place.table][:, entry.place.row]
     assert known[DEQUANT] == 1 / known[QUANT] > 0
     check_same(entry.codes, cast_delayed(weight.detach(), known[QUANT], entry.codes.dtype))
 
@@ -201,7 +201,7 @@ def test_the_launch_for_gpus_writes_what_the_cpu_writes(generator, target: str) 
         first, second = cache.entries.values()
         second.via = torch.bfloat16
         state = cache.state
-        state.pages[first.place.page].scales[:, first.place.row] = 0  # as if it had no history
+        state.tables[first.place.table].scales[:, first.place.row] = 0  # as if it had no history
     entries = list(on_cpu.entries.values())
     for entry, weight in zip(entries, weights):
         on_cpu._quantize_on_cpu({entry: weight})
@@ -212,9 +212,9 @@ def test_the_launch_for_gpus_writes_what_the_cpu_writes(generator, target: str) 
         assert (found.transposed is None) == (target == "cuda:100")
         if found.transposed is not None:
             check_same(found.transposed, expected.transposed)
-        page, row = expected.place.page, expected.place.row
+        page, row = expected.place.table, expected.place.row
         assert torch.equal(on_gpu.known[page][:, row], on_cpu.known[page][:, row])
-        assert on_gpu.state.pages[page].amaxes[row] == on_cpu.state.pages[page].amaxes[row] > 0
+        assert on_gpu.state.tables[page].amaxes[row] == on_cpu.state.tables[page].amaxes[row] > 0
 
 
 def test_a_refresh_after_the_first_steps_copies_nothing_from_the_host(warm) -> None:

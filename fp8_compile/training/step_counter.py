@@ -1,4 +1,4 @@
-"""The part of training that counts steps and saves the scaling state with the rest."""
+"""The part of training that counts the optimizer's steps and saves them with the scaling state."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from fp8_compile.scaling.model_state import model_state
 from fp8_compile.scaling.state import ScalingState
 from fp8_compile.torch_internals.modules import is_compiled, unwrap
 
-from .part import Part, Step
+from .part import Step, TrainingPart
 
 
-class SavedScaling(Part):
-    """``steps``: of the optimizer, skipped ones not; a warm-up counts these, where several optimizers train a module
-    those of the busiest. The state is saved by module."""
+class StepCounter(TrainingPart):
+    """``steps`` counts those of the optimizer, without skipped ones. A warm-up goes by it; where several optimizers
+    train a module, by the one with the most steps. The scaling state is saved by module."""
 
     name = "scaling"
 
