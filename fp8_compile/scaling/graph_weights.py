@@ -15,8 +15,9 @@ from fp8_compile.torch_internals.dynamo import real_input
 from fp8_compile.torch_internals.graphs import is_fake
 from fp8_compile.torch_internals.modules import gathered_by_fsdp, local_part
 
+from .cached_weight import CachedWeight
 from .graph_slots import GraphPool, use_from_list
-from .weight_cache import CachedWeight, WeightCache
+from .weight_cache import WeightCache
 from .weight_sampler import Sampler
 
 # Ops that look a weight up and do not multiply by it; all else may end in a matmul.
@@ -51,7 +52,7 @@ class GraphWeights:
             if entry.transposed is not None:
                 named[weight_buffer(argument, TRANSPOSED)] = entry.transposed
         for table in self.pool.tables(FORWARD):
-            named[weight_buffer(table, KNOWN)] = self.cache.known_scales(table)
+            named[weight_buffer(table, KNOWN)] = self.cache.writer.known_scales(table)
         return named
 
     def use(self, use: Use) -> Place | None:

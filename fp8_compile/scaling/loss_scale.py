@@ -112,10 +112,11 @@ def loss_scale_of_compilation(gm: fx.GraphModule, config: Config, *, strict: boo
     modules = compiled_modules(gm)
     attached = offered(modules)
     scale = _by_attached(modules, config, attached) if attached else _by_options(modules, config, strict)
+    code = frame_code()
     for state in map(model_state, modules):
         state.has_code = True
-        if scale is None and torch.is_grad_enabled():
-            state.unscaled_frames.add(frame_code())
+        if scale is None and torch.is_grad_enabled() and code is not None:
+            state.unscaled_frames.add(code)
     return scale
 
 

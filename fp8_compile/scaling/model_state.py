@@ -49,7 +49,7 @@ class ModelState:
     # Compiled code.
     has_code: bool = False
     frames: weakref.WeakSet[CodeType] = dataclasses.field(default_factory=weakref.WeakSet)  # that were compiled for it
-    unscaled_frames: set[CodeType | None] = dataclasses.field(default_factory=set)  # for training, without a loss scale
+    unscaled_frames: set[CodeType] = dataclasses.field(default_factory=set)  # for training, without a loss scale
     has_fp8_matmul: bool = False  # in a graph of this module, or of one that it is in
     told_without_fp8: bool = False  # the user knows that there is none
 

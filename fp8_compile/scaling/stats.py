@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Sequence
+from typing import TYPE_CHECKING, Sequence, overload
 
 from fp8_compile.kernels.delayed_scaling import ENTERED, PASSES, QUANT, SATURATED, SMALL
 from fp8_compile.report import align
@@ -41,7 +41,13 @@ class StatsTable(Sequence[StatsRow]):
     def __init__(self, rows: Sequence[StatsRow]) -> None:
         self._rows = list(rows)
 
-    def __getitem__(self, index):  # type: ignore[no-untyped-def]
+    @overload
+    def __getitem__(self, index: int) -> StatsRow: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[StatsRow]: ...
+
+    def __getitem__(self, index: int | slice) -> StatsRow | list[StatsRow]:
         return self._rows[index]
 
     def __len__(self) -> int:

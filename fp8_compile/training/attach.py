@@ -196,7 +196,7 @@ def attach(
     # LossScaling keeps a copy of them in after_step.
     parts: list[TrainingPart] = [StepCounter(module), scaling]
     if master_weights:
-        names = {parameter: name for name, parameter in module.named_parameters()}
+        names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
         parts.append(MasterWeights(optimizer, names, hooks=False))
     parts.append(SaturationWatch(module, skip=saturation == "skip", group=process_group if reduces else None))
     if reduces:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from types import FrameType
 from typing import Any, Iterable, Mapping
 
 import torch
@@ -23,6 +24,7 @@ from fp8_compile.scaling.loss_scale import (
     withdraw,
 )
 from fp8_compile.torch_internals.autograd import largest_magnitudes
+from fp8_compile.torch_internals.modules import local_part
 
 from .loss_scaler import LossScaler
 from .part import Step, TrainingPart
@@ -80,7 +82,7 @@ class LossScaling(TrainingPart):
             return
         _refuse_grad_scaler()
         parameters = [parameter for group in step.optimizer.param_groups for parameter in group["params"]]
-        gradients = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        gradients = [_dense(parameter.grad) for parameter in parameters if parameter.grad is not None]
         # Of a rank that has none yet, nothing is not finite; it must say so, for others wait to hear it.
         flags = [flag for graphs in self.graphs for flag in graphs.largest()]
         largest = [*flags, *_largest(gradients)] or [torch.zeros(1, device=parameters[0].device)]
@@ -188,15 +190,15 @@ def _largest(gradients: Iterable[Tensor]) -> list[Tensor]:
     return [torch.stack(some).amax().reshape(1).to(torch.float32) for some in norms]
 
 
-def _local(gradient: Tensor) -> Tensor:
-    """What lies on this rank of a gradient, dense."""
-    gradient = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+def _dense(gradient: Tensor) -> Tensor:
+    """The part of a gradient that is on this rank; of a sparse one, its values."""
+    gradient = local_part(gradient)
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
 def _refuse_grad_scaler() -> None:
     """A scaler that is on would scale the loss a second time; it is among those who called ``optimizer.step()``."""
-    frame = sys._getframe()
+    frame: FrameType | None = sys._getframe()
     while frame is not None:
         owner = frame.f_locals.get("self") if frame.f_code in _SCALED_STEPS else None
         if isinstance(owner, GradScaler) and owner.is_enabled():
@@ -204,7 +206,7 @@ def _refuse_grad_scaler() -> None:
                 f"{type(owner).__name__} and the loss scaling of fp8_compile.attach() are both on: the loss would be "
                 "scaled twice. Remove the scaler (loss.backward(); optimizer.step()), or attach with loss_scale=None"
             )
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
 
 
 _SCALED_STEPS = {GradScaler.step.__code__, GradScaler._maybe_opt_step.__code__}

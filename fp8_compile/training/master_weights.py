@@ -69,7 +69,7 @@ class MasterWeights(TrainingPart):
 
     def memory_bytes(self) -> int:
         """Of the masters on this process."""
-        return sum(_local(master).numel() * 4 for master in self._masters.values())
+        return sum(local_part(master).numel() * 4 for master in self._masters.values())
 
     def before_step(self, step: Step) -> None:
         if step.skipped:
@@ -180,10 +180,6 @@ class MasterWeights(TrainingPart):
         for old, new in other.items():
             if old in state:
                 state[new] = state.pop(old)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # of a DTensor
 
 
 def _is_half(item: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Mapping
+from typing import Any, Mapping, SupportsIndex
 
 from torch import nn
 
@@ -34,7 +34,7 @@ class StepCounter(TrainingPart):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         states, steps = state_dict.get("states"), state_dict.get("steps")
-        if not isinstance(states, Mapping) or not hasattr(steps, "__index__"):
+        if not isinstance(states, Mapping) or not isinstance(steps, SupportsIndex):
             raise TypeError(
                 f"the saved scaling has states of {type(states).__name__} and steps={steps!r}; expected what attach's "
                 "state_dict() gives: a dict by module, and a number of steps"

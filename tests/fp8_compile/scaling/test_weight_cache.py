@@ -15,8 +15,9 @@ from uncompiled import UncompiledBackend
 import fp8_compile
 from fp8_compile.kernels.delayed_scaling import DEQUANT, QUANT, cast_delayed
 from fp8_compile.kernels.gpu import quantize_many, quantize_transpose, tile
+from fp8_compile.scaling.cached_weight import CachedWeight
 from fp8_compile.scaling.model_state import request
-from fp8_compile.scaling.weight_cache import CachedWeight, WeightCache
+from fp8_compile.scaling.weight_cache import WeightCache
 from fp8_compile.training.weight_caching import WeightCaching
 
 
@@ -60,7 +61,7 @@ def cache_of(model: nn.Module) -> WeightCache:
 
 def check_fresh(entry: CachedWeight, weight: torch.Tensor, cache: WeightCache) -> None:
     """The copy is that of the weight as it is now."""
-    known = cache.known[entry.place.table][:, entry.place.row]
+    known = cache.writer.known[entry.place.table][:, entry.place.row]
     assert known[DEQUANT] == 1 / known[QUANT] > 0
     check_same(entry.codes, cast_delayed(weight.detach(), known[QUANT], entry.codes.dtype))
 
@@ -213,7 +214,7 @@ def test_the_launch_for_gpus_writes_what_the_cpu_writes(generator, target: str) 
         if found.transposed is not None:
             check_same(found.transposed, expected.transposed)
         page, row = expected.place.table, expected.place.row
-        assert torch.equal(on_gpu.known[page][:, row], on_cpu.known[page][:, row])
+        assert torch.equal(on_gpu.writer.known[page][:, row], on_cpu.writer.known[page][:, row])
         assert on_gpu.state.tables[page].amaxes[row] == on_cpu.state.tables[page].amaxes[row] > 0
 
 
@@ -222,9 +223,9 @@ def test_a_refresh_after_the_first_steps_copies_nothing_from_the_host(warm) -> N
     _, _, cache = warm
     stale = {entry: entry.current() for entry in cache.copies()}
     with interpreted(quantize_many, quantize_transpose, tile):
-        cache._quantize_on_gpu(stale)
+        cache.writer.quantize_on_gpu(stale)
         with CalledOps() as ops:
-            cache._set_scales(stale)
+            cache.writer.set_scales(stale)
     assert not ops.from_the_host
 
 
@@ -235,7 +236,7 @@ def test_weights_on_a_gpu_and_on_the_cpu_are_each_quantized_where_they_are(monke
     cache = cache_of(model)
     here, there = cache.copies()
     weight, launched = here.current(), []
-    monkeypatch.setattr(cache, "_quantize_on_gpu", launched.append)
+    monkeypatch.setattr(cache.writer, "quantize_on_gpu", launched.append)
     here.codes.view(torch.uint8).zero_()
     elsewhere = torch.empty(there.codes.shape, device="meta")
     cache._refresh({here: weight, there: elsewhere})
