@@ -205,17 +205,17 @@ def test_the_launch_for_gpus_writes_what_the_cpu_writes(generator, target: str) 
         state.tables[first.place.table].scales[:, first.place.row] = 0  # as if it had no history
     entries = list(on_cpu.entries.values())
     for entry, weight in zip(entries, weights):
-        on_cpu._quantize_on_cpu({entry: weight})
+        on_cpu.writer.quantize_on_cpu({entry: weight})
     with interpreted(quantize_many, quantize_transpose, tile):
-        on_gpu._quantize_on_gpu(dict(zip(on_gpu.entries.values(), weights)))
+        on_gpu.writer.quantize_on_gpu(dict(zip(on_gpu.entries.values(), weights)))
     for expected, found in zip(entries, on_gpu.entries.values()):
         check_same(found.codes, expected.codes)
         assert (found.transposed is None) == (target == "cuda:100")
         if found.transposed is not None:
             check_same(found.transposed, expected.transposed)
-        page, row = expected.place.table, expected.place.row
-        assert torch.equal(on_gpu.writer.known[page][:, row], on_cpu.writer.known[page][:, row])
-        assert on_gpu.state.tables[page].amaxes[row] == on_cpu.state.tables[page].amaxes[row] > 0
+        table, row = expected.at.table, expected.at.row
+        assert torch.equal(on_gpu.writer.known[table][:, row], on_cpu.writer.known[table][:, row])
+        assert on_gpu.state.tables[table].amaxes[row] == on_cpu.state.tables[table].amaxes[row] > 0
 
 
 def test_a_refresh_after_the_first_steps_copies_nothing_from_the_host(warm) -> None:
