@@ -21,13 +21,13 @@ from absent_gpu import absent_gpu
 from gpu_code import BLOCKS, lower
 from torch import nn
 
-from fp8_compile.scaling.handling import handle
+from fp8_compile.scaling.model_state import request
 from fp8_compile.target import Target
 
 
 def with_cache(model: nn.Module) -> nn.Module:
     """A ``convert``: the model has a cache before it is compiled."""
-    handle(model).cached = True
+    request(model).cached = True
     return model
 
 

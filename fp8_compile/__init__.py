@@ -33,8 +33,9 @@ if TYPE_CHECKING:
     from .packing.pack_report import PackReport
     from .packing.packed_linear import PackedLinear
     from .report import Report
+    from .scaling.find_state import scaling_state
     from .scaling.frozen_scales import freeze_scales
-    from .scaling.state import ScalingState, scaling_state
+    from .scaling.state import ScalingState
     from .target import Target
     from .training.attach import Training, attach
     from .training.loss_scaler import LossScaler
@@ -94,7 +95,7 @@ _HOMES = {
     "pack_folder": "packing.checkpoints.folder",
     "quantize_nvfp4": "kernels.nvfp4.quantize",
     "save_checkpoint": "packing.checkpoints.save_and_load",
-    "scaling_state": "scaling.state",
+    "scaling_state": "scaling.find_state",
 }
 
 

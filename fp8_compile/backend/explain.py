@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from fp8_compile.config import Config
 from fp8_compile.report import Report, merge
-from fp8_compile.torch_internals.dynamo import sizes_as_given
+from fp8_compile.torch_internals.dynamo import compile_apart, sizes_as_given
 from fp8_compile.torch_internals.graphs import LOOKS_AT_VALUES, FakeTensorMode, pytree
 from fp8_compile.torch_internals.modules import unwrap
 
@@ -82,7 +82,7 @@ def _trace(module: Any, args: Sequence[Any], kwargs: dict[str, Any], config: Con
         return compiled
 
     with sizes_as_given():
-        torch.compile(module, backend=backend, isolate_recompiles=True)(*args, **kwargs)
+        compile_apart(module, backend)(*args, **kwargs)
     return reports
 
 

@@ -22,26 +22,28 @@ from fp8_compile.passes.joint.scale_loss import ScaleLoss
 from fp8_compile.passes.pipeline import JointPipeline, SplitPipeline
 from fp8_compile.report import Report
 from fp8_compile.scaling.coverage import note
-from fp8_compile.scaling.graph_slots import GraphPool, PoolFull
-from fp8_compile.scaling.graph_weights import FreshWeights, GraphWeights, open_weights
+from fp8_compile.scaling.find_state import state_of_compilation
+from fp8_compile.scaling.graph_slots import GraphPool, PoolFull, open_pool, update_rule
+from fp8_compile.scaling.graph_weights import GraphWeights, open_weights
 from fp8_compile.scaling.loss_scale import GraphLossScale, loss_scale_of_compilation
-from fp8_compile.scaling.recorder import PassRecorder
-from fp8_compile.scaling.state import state_of_compilation
+from fp8_compile.scaling.recorder import RunRecorder
+from fp8_compile.scaling.state import ScalingState
 from fp8_compile.selection import Selection
 from fp8_compile.target import Target
 from fp8_compile.torch_internals.inductor import compile_joint, mode_options, passes_of_user
 
-from . import runner as delayed_state
+from .buffers import attach_buffers, attach_state
 from .fused_inference_ops import open_fast_paths
 from .interpret import NO_CACHE, run_uncompiled
 from .module_names import ModuleNames
 from .report_cache import ReportCache
 from .rules import make_rules
+from .runner import Runner
 from .shared_frames import keep_apart, keep_each_apart, make_room
-from .warm_up import WarmUp
 
 if TYPE_CHECKING:
     from fp8_compile.reporting.dump import GraphDump
+
 
 def compile_graph(
     gm: fx.GraphModule,
@@ -56,7 +58,7 @@ def compile_graph(
     not compile, and ``strict=False`` to get a report where a user of FP8 would get an error."""
     open_fast_paths(gm)
     device = _device(example_inputs)
-    target = config.target or Target.of_device(device)
+    target = config.target if isinstance(config.target, Target) else Target.of_device(device)
     names = ModuleNames.of_graph(gm, config.include)
     selection = Selection(config.include, config.exclude, names.heads)
     selection.check(names.known)
@@ -69,9 +71,12 @@ def compile_graph(
     else:
         keep_apart(selection)
     rules = make_rules(config, target, selection)
-    if state is not None and not keeps_state:
+    pool = None
+    if state is not None and keeps_state:
+        modules = {names.module_of(node) for node in gm.graph.nodes}
+        pool = open_pool(gm, modules, config, rules, device, state, trains=trains)
+    elif state is not None:
         rules = dataclasses.replace(rules, recipe="tensorwise")  # what a call computes does not depend on calls before
-    pool = delayed_state.open_pool(gm, names, config, rules, device, state, trains=trains) if keeps_state else None
     loss_scale = loss_scale_of_compilation(gm, config, strict=strict)
     if pool and loss_scale:
         pool.state.set_gradient_unit(loss_scale.value)
@@ -83,21 +88,16 @@ def compile_graph(
         names,
         strict,
         {**(mode_options(mode) if mode else {}), **config.inductor},
+        state,
         pool,
         open_weights(gm, pool, rules) if pool and trains else None,
         loss_scale,
         device,
+        trains,
     )
-    while True:
-        try:
-            compiled, report = graph.compile(inner_compile, new_dump(config, names))
-            break
-        except PoolFull as full:
-            graph.pool.make_room(full.direction, full.needed)  # type: ignore[union-attr]
+    compiled, report = graph.compile(inner_compile)
     if strict:
         note(gm, report)
-    if state is not None and not trains:
-        compiled = delayed_state.LookAgain(compiled, state)
     return compiled, report
 
 
@@ -112,29 +112,36 @@ class _Graph:
     names: ModuleNames
     strict: bool
     patches: dict[str, Any]
-    pool: GraphPool | None
+    state: ScalingState | None  # of the model, under delayed scaling
+    pool: GraphPool | None  # the graph's slots in it, if it has any
     weights: GraphWeights | None
     loss_scale: GraphLossScale | None
     device: torch.device
+    trains: bool
 
-    def compile(
+    def compile(self, inner_compile: Callable[..., Any] | None) -> tuple[Callable[..., Any], Report]:
+        """The code and what it does; once more with more room where the graph has more tensors than was foreseen."""
+        while True:
+            dump = new_dump(self.config, self.names)
+            try:
+                compiled, report = self._compile_once(inner_compile, dump)
+                return self._with_state(compiled, dump), report
+            except PoolFull as full:
+                assert self.pool is not None
+                self.pool.make_room(full.direction, full.needed)
+
+    def _compile_once(
         self, inner_compile: Callable[..., Any] | None, dump: GraphDump | None
     ) -> tuple[Callable[..., Any], Report]:
         config, pool, loss_scale, weights = self.config, self.pool, self.loss_scale, self.weights
-        looks_first = self.rules.target == "cpu"
-        state = [part.fingerprint if part else None for part in (pool, weights)]
-        state += [loss_scale.wide if loss_scale else None, pool.state.held if pool else None]
-        lines = [code_path(node) for node in self.gm.graph.nodes] if pool else None  # slots are told apart by them
-        names = self.names.fingerprint(self.gm)
-        key = repr((config.fingerprint(), self.rules.target, names, state, lines))
-        stored = ReportCache.entry(self.gm, self.example_inputs, key)
+        stored = ReportCache.entry(self.gm, self.example_inputs, self._key())
         if pool:
-            delayed_state.attach_state(self.gm, pool, stats=config.stats)
+            attach_state(self.gm, pool, stats=config.stats)
         if weights:
-            delayed_state.attach_buffers(self.gm, weights.buffers())
+            attach_buffers(self.gm, weights.buffers())
         if loss_scale:
-            delayed_state.attach_buffers(self.gm, loss_scale.buffers(self.device))
-        joint = self._joint_pipeline(stored.key, dump, look_first=looks_first)
+            attach_buffers(self.gm, loss_scale.buffers(self.device))
+        joint = self._joint_pipeline(stored.key, dump, look_first=self._looks_itself)
         split = SplitPipeline(self.rules, stored.key, dump)
         compiled = self._compile_fx(joint, split, self.patches, inner_compile)
 
@@ -152,18 +159,45 @@ class _Graph:
         if dump:
             dump.slot_names = pool.names() if pool else {}
             dump.write_report(report)
-        if pool and pool.places:
-            if not pool.frozen:
-                looking = None if looks_first else self._compile_looking()
-                compiled = delayed_state.LookFirst(compiled, looking, pool, weights.slots if weights else ())
-            if config.warmup_steps and torch.is_grad_enabled():
-                compiled = WarmUp(compiled, self._compile_warm_up(), pool, config.warmup_steps)
-            records = dump is not None and dump.trains and config.stats
-            recorder = PassRecorder(dump.path, pool, dump.refresh_page) if dump and records else None
-            compiled = delayed_state.CountOnce(compiled, pool, recorder)
-            if weights and weights.uses:
-                compiled = FreshWeights(compiled, weights)
         return compiled, report
+
+    def _key(self) -> str:
+        """Everything that the code depends on beside the graph and its inputs."""
+        pool, weights, loss_scale = self.pool, self.weights, self.loss_scale
+        state = (
+            pool.fingerprint if pool else None,
+            weights.fingerprint if weights else None,
+            loss_scale.wide if loss_scale else None,
+            pool.state.held if pool else None,
+        )
+        lines = [code_path(node) for node in self.gm.graph.nodes] if pool else None  # slots are told apart by them
+        names = self.names.fingerprint(self.gm)
+        return repr((self.config.fingerprint(), self.rules.target, names, state, lines))
+
+    @property
+    def _looks_itself(self) -> bool:
+        """True if the compiled code can scale a tensor by its own amax, when it has no history: see ``runner.py``."""
+        return self.rules.target == "cpu"
+
+    def _with_state(self, compiled: Callable[..., Any], dump: GraphDump | None) -> Callable[..., Any]:
+        """The code with the state that it needs, call after call."""
+        pool, steps = self.pool, self.config.warmup_steps
+        if self.state is None or (self.trains and not (pool and pool.places)):
+            return compiled
+        if pool is None or not pool.places:
+            return Runner(compiled, self.state, trains=self.trains)
+        records = dump is not None and dump.trains and self.config.stats
+        return Runner(
+            compiled,
+            self.state,
+            pool,
+            self.weights,
+            trains=self.trains,
+            looking=None if self._looks_itself or pool.frozen else self._compile_looking(),
+            warming=self._compile_warm_up() if steps and torch.is_grad_enabled() else None,
+            warmup_steps=steps,
+            recorder=RunRecorder(dump.path, pool, dump.refresh_page) if dump and records else None,
+        )
 
     def _compile_looking(self) -> Callable[..., Any]:
         """The graph uncompiled, scaling each tensor that has no history by its own amax."""
@@ -173,7 +207,7 @@ class _Graph:
     def _compile_warm_up(self) -> Callable[..., Any]:
         """The graph uncompiled and in high precision, recording amaxes."""
         assert self.pool is not None
-        rule, held = delayed_state.update_rule(self.config), self.pool.state.held
+        rule, held = update_rule(self.config), self.pool.state.held
         record = RecordAmaxes(self.rules, self.names, self.pool, rule, held=held)
         joint = self._joint_pipeline("warm-up", None, look_first=True, record=record)
         return self._compile_fx(joint, None, {**self.patches, **NO_CACHE}, run_uncompiled)
@@ -183,11 +217,20 @@ class _Graph:
     ) -> JointPipeline:
         delay = None
         if self.pool:
-            rule, held = delayed_state.update_rule(self.config), self.pool.state.held
+            rule, held = update_rule(self.config), self.pool.state.held
             delay = DelayScales(self.pool, rule, look_first=look_first, stats=self.config.stats, held=held)
         scale_loss = ScaleLoss(self.names, wide=self.loss_scale.wide) if self.loss_scale else None
-        ours = {"delay": delay, "record": record, "scale_loss": scale_loss, "weights": self.weights}
-        return JointPipeline(self.rules, self.names, key, dump, **ours, strict=self.strict)  # type: ignore[arg-type]
+        return JointPipeline(
+            self.rules,
+            self.names,
+            key,
+            dump,
+            delay=delay,
+            record=record,
+            scale_loss=scale_loss,
+            weights=self.weights,
+            strict=self.strict,
+        )
 
     def _compile_fx(
         self,
@@ -196,9 +239,11 @@ class _Graph:
         patches: dict[str, Any],
         inner_compile: Callable[..., Any] | None,
     ) -> Callable[..., Any]:
-        ours = {"joint_custom_pre_pass": joint, **({"post_grad_custom_pre_pass": split} if split else {})}
-        ours = {field: with_users(field, one, patches) for field, one in ours.items()}
-        # A warm-up's first FP8 pass comes later: nothing may be left to compile then, as backward of dynamic shapes is.
+        ours = {"joint_custom_pre_pass": with_users("joint_custom_pre_pass", joint, patches)}
+        if split:
+            ours["post_grad_custom_pre_pass"] = with_users("post_grad_custom_pre_pass", split, patches)
+        # The first run in FP8 comes after the warm-up: nothing may be left to compile then, as backward of dynamic
+        # shapes would be.
         whole = self.config.warmup_steps > 0
         return compile_joint(self.gm, self.example_inputs, {**patches, **ours}, inner_compile, whole=whole)
 
@@ -224,5 +269,5 @@ def _device(example_inputs: Sequence[Any]) -> torch.device:
 
 
 def with_users(field: str, ours: Any, patches: Mapping[str, Any]) -> list[Any]:
-    """Our pass behind those that the user has set in Inductor's config."""
+    """Our pass after those that the user has set in Inductor's config."""
     return [*passes_of_user(field, patches), ours]

@@ -11,6 +11,7 @@ import dataclasses
 import fnmatch
 import re
 import sys
+from types import FrameType
 from typing import Any, Iterable, Mapping, Sequence
 
 from torch import fx, nn
@@ -172,14 +173,15 @@ def _heads(
 
 def _whole_model(part: nn.Module) -> nn.Module:
     """The largest module that has ``part`` in it, among the variables of the functions that are running."""
-    frame, largest, most = sys._getframe(), part, 0
+    frame: FrameType | None = sys._getframe()
+    largest, most = part, 0
     while frame is not None:
         for item in list(frame.f_locals.values()):
             if isinstance(item, nn.Module) and not isinstance(item, fx.GraphModule):
                 inner = {id(unwrap(module)) for module in unwrap(item).modules()}
                 if id(part) in inner and len(inner) > most:
                     largest, most = unwrap(item), len(inner)
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return largest
 
 
@@ -198,5 +200,3 @@ def _input_name(node: fx.Node, tensors: dict[int, InputName]) -> InputName:
 
 def _join(prefix: str, name: str) -> str:
     return ".".join(part for part in (prefix, name) if part)
-
-

@@ -1,182 +1,146 @@
-"""Delayed scaling in the backend: a graph gets its part of the model's state, and its first passes are looked after.
+"""Run the compiled code of one graph with the state of its model, call after call.
 
-The first passes of a graph have no history to take scales from: until its backward has run once, every tensor is
-quantized with its own amax, also where the graph is called several times before. CPU code can do both, and a flag in
-the state chooses. GPU code could look at a tensor first only by reading every tensor twice, on every pass. There the
-first passes run through an uncompiled twin of the graph; when all slots have a history, the compiled code takes over.
+The code of a training graph that keeps scaling state goes through three phases:
+
+    warming     for ``warmup_steps`` steps     an uncompiled twin in high precision, which records amaxes
+    looking     until all slots have a history each tensor is scaled by its own amax, whatever is known of it
+    compiled    from then on                   scales come from the state
+
+``ScalingState.epoch`` goes up when histories are replaced: then the phases begin again, as far as they are needed.
+
+Why a graph looks first: it has no history to take scales from until its backward has run once, also where it is called
+several times before. CPU code can do both, and a flag in the state chooses. GPU code could look at a tensor first only
+by reading every tensor twice, on every run; there the first runs go through another uncompiled twin of the graph. The
+FP8 code is compiled at the first call in any case: nothing is left to compile when a phase ends.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from typing import Any, Callable, Container, Mapping
+from typing import Any, Callable, Iterator
 
-import torch
-from torch import Tensor, fx
-
-from fp8_compile.config import Config
 from fp8_compile.kernels.delayed_scaling import ABSENT
-from fp8_compile.passes.graph.slot import BACKWARD, FIELDS, FORWARD, FROZEN, STATS, Place, Slot
-from fp8_compile.passes.joint.decide import Rules
-from fp8_compile.passes.joint.delay_scales import UpdateRule
+from fp8_compile.passes.graph.slot import Place, Slot
 from fp8_compile.scaling.graph_slots import GraphPool
-from fp8_compile.scaling.recorder import PassRecorder
+from fp8_compile.scaling.graph_weights import FreshWeights, GraphWeights
+from fp8_compile.scaling.recorder import RunRecorder
 from fp8_compile.scaling.state import ScalingState
-from fp8_compile.scaling.table import PageKind
 from fp8_compile.torch_internals.autograd import is_recomputation
-from fp8_compile.torch_internals.dynamo import compilation, frame_key, name_buffer
 from fp8_compile.torch_internals.graphs import is_fake
-
-from .module_names import ModuleNames
 
 log = logging.getLogger("fp8_compile")
 
-# Ops of a Dynamo graph that become matmuls, by a part of their name.
-MATMULS = ("linear", "matmul", "mm", "einsum", "attention", "tensordot", "multi_head", "lstm", "gru", "rnn", "bilinear")
-SLOTS_A_MATMUL = 4  # two operands in forward, seldom more than one gradient, and some to spare
-FIRST_PASSES = 8  # a slot that saw only zeros in as many passes is left at a scale of 1
+FIRST_RUNS = 8  # a slot that saw only zeros in as many runs is left at a scale of 1
+
+Code = Callable[..., Any]
 
 
-def open_pool(
-    gm: fx.GraphModule,
-    names: ModuleNames,
-    config: Config,
-    rules: Rules,
-    device: torch.device,
-    state: ScalingState,
-    *,
-    trains: bool,
-) -> GraphPool:
-    """The slots for a graph, with room for those it may need. One that does not train has frozen scales alone."""
-    modules = {names.module_of(node) for node in gm.graph.nodes}
-    room = SLOTS_A_MATMUL * max(1, _matmuls(gm))
-    frame = state.begin_graph(frame_key(), compilation())
-    return GraphPool(state, _kinds(config, rules, device, trains), room, modules, frame)
+class Runner:
+    """Call it as the compiled code, with the arguments of the graph.
 
-
-def attach_state(gm: fx.GraphModule, pool: GraphPool, *, stats: bool) -> None:
-    """Give a graph its part of the scaling state."""
-    attach_buffers(gm, pool.buffers((*FIELDS, STATS) if stats else FIELDS))
-
-
-def attach_buffers(gm: fx.GraphModule, buffers: Mapping[str, Tensor]) -> None:
-    """Make tensors buffers of the graph: they reach the joint graph as placeholders with these names."""
-    for name, tensor in buffers.items():
-        gm.register_buffer(name, tensor)
-        name_buffer(gm, name)
-
-
-def update_rule(config: Config) -> UpdateRule:
-    return UpdateRule(config.margin, config.amax_algorithm, config.scale_update_interval)
-
-
-class LookFirst:
-    """Run ``looking``, which scales each tensor by its own amax, until all slots have a history; then ``compiled``.
-
-    ``looking`` is None where the compiled code can do that itself. A graph that is called several times in a step
-    goes on looking until a backward has run, because gradients have no history before.
+    A recomputation, of a checkpoint, leaves no trace in the state. It runs inside a backward, under hooks that catch
+    what it saves. The state still has the scales of the first run, unless another run has begun since, because what
+    that run recorded is taken over only when the next one begins: hidden for a moment, it makes the second run the same
+    as the first, bit for bit. (A reentrant checkpoint's first run is without gradients and records nothing. Its
+    recomputation, without hooks, is the one that counts.)
     """
 
     def __init__(
         self,
-        compiled: Callable[..., Any],
-        looking: Callable[..., Any] | None,
-        pool: GraphPool,
-        cached: Container[Slot] = (),
+        compiled: Code,
+        state: ScalingState,
+        pool: GraphPool | None = None,
+        weights: GraphWeights | None = None,
+        *,
+        trains: bool,
+        looking: Code | None = None,
+        warming: Code | None = None,
+        warmup_steps: int = 0,
+        recorder: RunRecorder | None = None,
     ) -> None:
-        """``cached``: weights that the graph reads copies of, which have been quantized when it runs."""
-        self.compiled, self.looking = compiled, looking
-        self.state = pool.state
-        self.places = {slot: place for slot, place in pool.places.items() if slot not in cached}
-        self.epoch = -1  # of the state, when its histories were last found complete
-        self.looks_at: tuple[int, dict[Slot, Place]] = (-1, {})  # the epoch, and the slots that had no history then
+        """``pool``: the graph's slots; None or empty: it reads no scaling state. ``looking``: the twin that looks; None
+        where the compiled code can do that itself. ``warming``: the twin for the first steps, if there are any."""
+        self.compiled, self.looking, self.warming, self.warmup_steps = compiled, looking, warming, warmup_steps
+        self.state, self.trains, self.recorder = state, trains, recorder
+        self.fresh = FreshWeights(weights) if weights is not None and weights.uses else None
+        slots = pool.places if pool is not None else {}
+        self.tables = [state.tables[index] for index in {place.table for place in slots.values()}]
+        self._slots = list(slots.values())
+        # Copies of weights are quantized when the graph runs: their slots are not waited for.
+        copied = weights.slots if weights is not None else set()
+        self._waits_for = {slot: place for slot, place in slots.items() if slot not in copied}
+        self._looks = bool(slots) and pool is not None and not pool.frozen
+        # Epochs of the state: when all histories were found complete, which slots had none, what the warm-up counted.
+        self._complete = -1
+        self._without: tuple[int, dict[Slot, Place]] = (-1, {})
+        self._runs: tuple[int, int] = (-1, 0)
 
     def __call__(self, *args: Any) -> Any:
-        if self.epoch == self.state.epoch or any(map(is_fake, args)):
+        if self.fresh is not None:
+            self.fresh(args)
+        if not self.trains and (copies := self.state.weights) is not None:
+            # Who evaluates a model may have put other weights into it through .data, which no version counter tells.
+            copies.distrust()
+        if self.tables and is_recomputation():
+            with self._hidden():
+                return self._code(args, again=True)(*args)
+        if self.recorder is not None:
+            self.recorder.begin_run()
+        if self.warming is None and (self._complete == self.state.epoch or not self._looks):
             return self.compiled(*args)
-        # A recomputation has the scales of the first time, though backward may have filled histories since.
-        if is_recomputation() or self._has_to_look():
-            return (self.looking or self.compiled)(*args)
-        return self.compiled(*args)
+        return self._code(args, again=False)(*args)
 
-    def _has_to_look(self) -> bool:
-        """Whether histories are missing. A tensor that was zero in all its first passes is not waited for."""
-        missing = self.state.without_history(self.places)
-        if self.looks_at[0] != self.state.epoch:
-            self.looks_at = self.state.epoch, {slot: self.places[slot] for slot in missing}
-        if any(passes < FIRST_PASSES for passes in missing.values()):
-            self.state.begin_looking(self.looks_at[1])
+    def _code(self, args: tuple[Any, ...], *, again: bool) -> Code:
+        """The code of the phase that the graph is in. ``again``: this is a recomputation."""
+        if any(map(is_fake, args)):
+            return self.compiled
+        if self.warming is not None and self._is_warming(again):
+            return self.warming
+        if not self._looks or self._complete == self.state.epoch:
+            return self.compiled
+        # A recomputation has the scales of the first time, though backward may have filled histories since.
+        return self.looking or self.compiled if again or self._is_looking() else self.compiled
+
+    def _is_warming(self, again: bool) -> bool:
+        """True for the first steps: of the optimizer where one is attached, otherwise runs of this graph."""
+        epoch, runs = self._runs
+        if epoch != self.state.epoch:  # the first time, and when a state was loaded or forgotten
+            runs = self.state.runs(self._slots)
+        done = runs if self.state.steps is None else self.state.steps
+        warming = done < self.warmup_steps
+        self._runs = self.state.epoch, runs + (warming and not again)
+        return warming
+
+    def _is_looking(self) -> bool:
+        """True if histories are missing. A tensor that was zero in all its first runs is not waited for."""
+        missing = self.state.without_history(self._waits_for)
+        if self._without[0] != self.state.epoch:
+            self._without = self.state.epoch, {slot: self._waits_for[slot] for slot in missing}
+        if any(runs < FIRST_RUNS for runs in missing.values()):
+            self.state.begin_looking(self._without[1])
             return True
-        self.state.finish_looking(self.places)
+        self.state.finish_looking(self._waits_for)
         if missing and self.looking is not None:
             log.warning(
                 "%d tensors were zero or not finite in the first %d passes and start with a scale of 1: %s",
                 len(missing),
-                FIRST_PASSES,
+                FIRST_RUNS,
                 ", ".join(map(str, missing)),
             )
-            self.state.start_at_one(self.places[slot] for slot in missing)
-        self.epoch = self.state.epoch
+            self.state.start_at_one(self._waits_for[slot] for slot in missing)
+        self._complete = self.state.epoch
         return False
 
-
-class LookAgain:
-    """Run an inference graph; afterwards, copies of weights are no longer trusted.
-
-    Who evaluates a model may have put other weights into it through ``.data``, which no version counter tells.
-    """
-
-    def __init__(self, compiled: Callable[..., Any], state: ScalingState) -> None:
-        self.compiled, self.state = compiled, state
-
-    def __call__(self, *args: Any) -> Any:
-        if (weights := self.state.weights) is not None:
-            weights.distrust()
-        return self.compiled(*args)
-
-
-class CountOnce:
-    """Run ``compiled``; where that is a recomputation, leave no trace of it in the state.
-
-    A checkpoint's recomputation runs inside a backward, under hooks that catch what it saves. The state still has the
-    scales of the first run, unless another pass has begun since, because what that run recorded is taken over only
-    when the next pass begins: hidden for a moment, it makes the second run the same as the first, bit for bit.
-    (A reentrant checkpoint's first run is without gradients and records nothing. Its recomputation, without hooks,
-    is the one that counts.)
-
-    ``recorder`` is told when a pass begins.
-    """
-
-    def __init__(self, compiled: Callable[..., Any], pool: GraphPool, recorder: PassRecorder | None = None) -> None:
-        self.compiled, self.recorder = compiled, recorder
-        self.pages = [pool.state.pages[index] for index in {place.page for place in pool.places.values()}]
-
-    def __call__(self, *args: Any) -> Any:
-        if not is_recomputation():
-            if self.recorder is not None:
-                self.recorder.begin_pass()
-            return self.compiled(*args)
-        kept = [(page.amaxes.clone(), page.stats.clone()) for page in self.pages]
-        for page in self.pages:
-            page.amaxes.data.fill_(ABSENT)
+    @contextlib.contextmanager
+    def _hidden(self) -> Iterator[None]:
+        """Hide what was recorded meanwhile, and forget what is recorded."""
+        kept = [(table.amaxes.clone(), table.stats.clone()) for table in self.tables]
+        for table in self.tables:
+            table.amaxes.data.fill_(ABSENT)
         try:
-            return self.compiled(*args)
+            yield
         finally:
-            for page, (amaxes, stats) in zip(self.pages, kept):
-                page.amaxes.data.copy_(amaxes)
-                page.stats.data.copy_(stats)
-
-
-def _kinds(config: Config, rules: Rules, device: torch.device, trains: bool) -> list[PageKind]:
-    formats = {FORWARD: rules.forward, BACKWARD: rules.backward} if trains else {FROZEN: rules.forward}
-    return [
-        PageKind(direction, device, config.amax_history_len, format.max, update_rule(config))
-        for direction, format in formats.items()
-    ]
-
-
-def _matmuls(gm: fx.GraphModule) -> int:
-    """How many matmuls a Dynamo graph may have, its subgraphs included."""
-    graphs = [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
-    names = (str(node.target).lower() for graph in graphs for node in graph.nodes if node.op.startswith("call"))
-    return sum(any(part in name for part in MATMULS) for name in names)
+            for table, (amaxes, stats) in zip(self.tables, kept):
+                table.amaxes.data.copy_(amaxes)
+                table.stats.data.copy_(stats)

@@ -12,11 +12,10 @@ one module. Modules that come new to a frame (blocks, models of a sweep, everyth
 from __future__ import annotations
 
 import logging
-import weakref
-from types import CodeType
 
 from torch import fx, nn
 
+from fp8_compile.scaling.model_state import model_state
 from fp8_compile.selection import Selection
 from fp8_compile.torch_internals.dynamo import (
     compiled_root,
@@ -28,6 +27,7 @@ from fp8_compile.torch_internals.dynamo import (
     modules_read,
     raise_limit,
 )
+from fp8_compile.torch_internals.modules import unwrap
 
 log = logging.getLogger("fp8_compile")
 
@@ -42,11 +42,11 @@ def make_room(gm: fx.GraphModule) -> None:
     code, root = frame_code(), compiled_root()
     if code is None:
         return
-    known = _compiled_for.setdefault(code, weakref.WeakSet())
-    modules = {*([root] if root is not None else ()), *modules_read(gm).values()}
-    if modules <= set(known):
+    modules = [*([unwrap(root)] if root is not None else ()), *modules_read(gm).values()]
+    if all(code in model_state(module).frames for module in modules):
         return
-    known.update(modules)
+    for module in modules:
+        model_state(module).frames.add(code)
     codes = count_codes(code) + 1
     for name, room in (("recompile_limit", ROOM), ("accumulated_recompile_limit", 2 * ROOM)):
         if raise_limit(name, codes + ROOM, codes + room):
@@ -54,7 +54,6 @@ def make_room(gm: fx.GraphModule) -> None:
 
 
 ROOM = 8  # codes of a frame for one module: forms of its inputs, training and inference
-_compiled_for: weakref.WeakKeyDictionary[CodeType, weakref.WeakSet[nn.Module]] = weakref.WeakKeyDictionary()
 
 
 def keep_apart(selection: Selection) -> None:

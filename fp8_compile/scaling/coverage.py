@@ -4,43 +4,42 @@ from __future__ import annotations
 
 import collections
 import logging
-import weakref
 from typing import Iterable
 
 from torch import fx, nn
 
 from fp8_compile.report import Report
-from fp8_compile.torch_internals.dynamo import compiled_root, modules_read
-from fp8_compile.torch_internals.modules import unwrap
+from fp8_compile.torch_internals.dynamo import compiled_modules
+
+from .model_state import model_state
 
 log = logging.getLogger("fp8_compile")
 
 BY_WISH = ("excluded", "not in include", "quantize_")  # how reasons begin that the user has asked for
 LAYERS = ("conv", "lstm", "gru", "rnn")  # in names of operations that multiply by weights in other ways
-_has_fp8: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # a graph of theirs has an FP8 matmul
-_told: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def note(gm: fx.GraphModule, report: Report) -> None:
     """A graph was compiled: remember which modules have FP8 matmuls now, or say that they have none."""
-    root = compiled_root()
-    modules = [unwrap(root)] if root is not None else list(modules_read(gm).values())
+    modules = compiled_modules(gm)
     if report.rewritten:
-        _has_fp8.update(inner for module in modules for inner in module.modules())
+        for inner in (inner for module in modules for inner in module.modules()):
+            model_state(inner).has_fp8_matmul = True
         return
-    if any(module in _has_fp8 or module in _told for module in modules):
+    if any(map(_is_settled, modules)):
         return
     if (why := _why(gm, report)) is not None:
-        _told.update(modules)
+        for module in modules:
+            model_state(module).told_without_fp8 = True
         name = type(modules[0]).__name__ if modules else "a compiled function"
         log.warning("backend='fp8' found no matmul of %s to run in FP8: %s", name, why)
 
 
 def note_step(model: nn.Module) -> None:
     """A first step was made with the model: say so if nothing of it runs in FP8."""
-    if any(module in _has_fp8 or module in _told for module in model.modules()):
+    if any(map(_is_settled, model.modules())):
         return
-    _told.add(model)
+    model_state(model).told_without_fp8 = True
     log.warning(
         "%s made a training step, and no graph of it was compiled with backend='fp8': it trains in full precision. "
         "Either torch.compile was called on something else, for instance on a DDP wrapper around an nn.Sequential "
@@ -48,6 +47,12 @@ def note_step(model: nn.Module) -> None:
         "TORCH_LOGS=graph_breaks,recompiles tells",
         type(model).__name__,
     )
+
+
+def _is_settled(module: nn.Module) -> bool:
+    """True if there is nothing to tell: it has an FP8 matmul, or the user knows that it has none."""
+    state = model_state(module)
+    return state.has_fp8_matmul or state.told_without_fp8
 
 
 def _why(gm: fx.GraphModule, report: Report) -> str | None:

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from .state import scaling_state
+from .find_state import scaling_state
 
 
 def _metadata(reader: Any, checkpoint_id: Any) -> Any:

@@ -18,10 +18,11 @@ from fp8_compile.passes.graph.roles import Role
 from fp8_compile.passes.joint.delay_scales import UpdateRule
 from fp8_compile.torch_internals.modules import is_compiled, unwrap
 
-from .state import Calibration, ScalingState, scaling_state, states_within
+from .find_state import scaling_state, states_within
+from .state import KnowsAmaxes, ScalingState
 
 
-def freeze_scales(model: nn.Module | Callable[..., Any], calibration: Calibration | None = None) -> None:
+def freeze_scales(model: nn.Module | Callable[..., Any], calibration: KnowsAmaxes | None = None) -> None:
     """Fix the scales of inputs for inference: as training has found them, or by a calibration of the same model.
 
     Inputs that neither knows take their own scale as before, with a line in the log that names them. Training is not
@@ -59,7 +60,7 @@ def _of_training(state: ScalingState) -> dict[str, float]:
     return {slot: float(saved[f"{slot}.largest"]) / scale for slot, scale in reach.items()}
 
 
-def _of_calibration(prefix: str, state: ScalingState, calibration: Calibration) -> dict[str, float]:
+def _of_calibration(prefix: str, state: ScalingState, calibration: KnowsAmaxes) -> dict[str, float]:
     room = 2.0 ** UpdateRule().margin_of(Role.INPUT, E4M3.max)
     found = {}
     for name, _ in state.model.named_modules() if state.model is not None else ():

@@ -6,12 +6,17 @@ import dataclasses
 import logging
 from typing import TYPE_CHECKING, Any, Container, Iterable
 
-from torch import Tensor
+import torch
+from torch import Tensor, fx
 
+from fp8_compile.config import Config
 from fp8_compile.passes.graph.roles import Role
-from fp8_compile.passes.graph.slot import FROZEN, Place, Slot, TensorUse, buffer_name
+from fp8_compile.passes.graph.slot import BACKWARD, FORWARD, FROZEN, Place, Slot, TensorUse, buffer_name
+from fp8_compile.passes.joint.decide import Rules
+from fp8_compile.passes.joint.delay_scales import UpdateRule
+from fp8_compile.torch_internals.dynamo import compilation, frame_key
 
-from .table import Page, PageKind
+from .table import Table, TableKind
 
 if TYPE_CHECKING:
     from .state import ScalingState
@@ -19,7 +24,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("fp8_compile")
 
-LEAST_ROWS = 32  # of a page
+LEAST_ROWS = 32  # of a table
+# Ops of a Dynamo graph that become matmuls, by a part of their name.
+MATMULS = ("linear", "matmul", "mm", "einsum", "attention", "tensordot", "multi_head", "lstm", "gru", "rnn", "bilinear")
+SLOTS_PER_MATMUL = 4  # two operands in forward, seldom more than one gradient, and some to spare
 
 
 class PoolFull(Exception):
@@ -31,17 +39,17 @@ class PoolFull(Exception):
 
 
 class GraphPool:
-    """The slots of one graph: places in pages of the model's state. ``buffers`` are the tensors that it is given.
+    """The slots of one graph: places in tables of the model's state. ``buffers`` are the tensors that it is given.
 
     ``frame`` is the piece of the model's code that the graph was made of: graphs for other sizes come from the same
-    frame and have the same slots, those on the other side of a graph break from another one. A pool with pages of
+    frame and have the same slots, those on the other side of a graph break from another one. A pool with tables of
     frozen scales alone is for inference; it has places for inputs whose scales are frozen.
     """
 
     def __init__(
         self,
         state: ScalingState,
-        kinds: Iterable[PageKind],
+        kinds: Iterable[TableKind],
         room: int,
         modules: Container[str] = (),
         frame: str = "",
@@ -51,14 +59,14 @@ class GraphPool:
         self.state, self.frame, self.places = state, frame, dict[Slot, Place]()
         self._uses: dict[TensorUse, Slot] = {}
         self._kinds = {kind.direction: kind for kind in kinds}
-        self._pages: dict[str, list[int]] = {}
+        self._tables: dict[str, list[int]] = {}
         for kind in self._kinds.values():
-            pages = [index for index, page in enumerate(state.pages) if page.kind == kind]
-            known = any(slot.layer in modules for index in pages for slot in state.pages[index].slots)
-            self._pages[kind.direction] = pages
+            tables = [index for index, table in enumerate(state.tables) if table.kind == kind]
+            known = any(slot.layer in modules for index in tables for slot in state.tables[index].slots)
+            self._tables[kind.direction] = tables
             self.make_room(kind.direction, 0 if known else room)
-        given = {index: state.pages[index] for index in sum(self._pages.values(), [])}
-        rows = [(index, page.capacity, page.slots) for index, page in given.items()]
+        given = {index: state.tables[index] for index in sum(self._tables.values(), [])}
+        rows = [(index, table.capacity, table.slots) for index, table in given.items()]
         self.fingerprint = repr((frame, state.uses, rows, sorted(state.frozen or ()) if self.frozen else ()))
 
     @property
@@ -67,26 +75,26 @@ class GraphPool:
         return FROZEN in self._kinds
 
     def make_room(self, direction: str, room: int) -> None:
-        """Another page unless the last one has that many rows left. It is large enough for some graphs more: those on
+        """Another table unless the last one has that many rows left. It is large enough for some graphs more: those on
         other sides of graph breaks give each other room after a jump only if they share it."""
-        kind, pages = self._kinds[direction], self._pages[direction]
-        last = self.state.pages[pages[-1]] if pages else None
+        kind, tables = self._kinds[direction], self._tables[direction]
+        last = self.state.tables[tables[-1]] if tables else None
         if last is None or last.capacity - len(last.slots) < room:
-            self.state.pages.append(Page(kind, max(LEAST_ROWS, 2 * room), self.state.unit(kind.direction)))
-            pages.append(len(self.state.pages) - 1)
+            self.state.tables.append(Table(kind, max(LEAST_ROWS, 2 * room), self.state.unit(kind.direction)))
+            tables.append(len(self.state.tables) - 1)
 
     def buffers(self, fields: Iterable[str]) -> dict[str, Tensor]:
         """Name in the graph -> tensor."""
         return {
-            buffer_name(direction, index, field): getattr(self.state.pages[index], field)
-            for direction, pages in self._pages.items()
-            for index in pages
+            buffer_name(direction, index, field): getattr(self.state.tables[index], field)
+            for direction, tables in self._tables.items()
+            for index in tables
             for field in fields
         }
 
-    def pages(self, direction: str) -> list[int]:
-        """The pages that the graph is given."""
-        return self._pages.get(direction, [])
+    def tables(self, direction: str) -> list[int]:
+        """The tables that the graph is given."""
+        return self._tables.get(direction, [])
 
     def direction(self, tensor: TensorUse) -> str:
         return FROZEN if self.frozen else tensor.direction
@@ -108,20 +116,20 @@ class GraphPool:
         place = self.place_of(slot, self.direction(tensor))
         if place is None:
             direction = self.direction(tensor)
-            index = self._pages[direction][-1]
-            page = self.state.pages[index]
-            if len(page.slots) == page.capacity:
-                raise PoolFull(direction, page.capacity)
-            place = self.places[slot] = Place(index, page.add(slot))
-            self.state.fill(slot, tensor, page, place.row)
+            index = self._tables[direction][-1]
+            table = self.state.tables[index]
+            if len(table.slots) == table.capacity:
+                raise PoolFull(direction, table.capacity)
+            place = self.places[slot] = Place(index, table.add(slot))
+            self.state.fill(slot, tensor, table, place.row)
         return place
 
     def place_of(self, slot: Slot, direction: str) -> Place | None:
         """Where a slot is, if it has a place already."""
-        for index in self._pages[direction]:
-            page = self.state.pages[index]
-            if slot in page.slots:
-                self.places[slot] = Place(index, page.slots.index(slot))
+        for index in self._tables[direction]:
+            table = self.state.tables[index]
+            if slot in table.slots:
+                self.places[slot] = Place(index, table.slots.index(slot))
                 return self.places[slot]
         return None
 
@@ -136,9 +144,45 @@ class GraphPool:
 
     def adopt(self, stored: Iterable[Any]) -> None:
         """Take the places that code from Inductor's cache was compiled with."""
-        for *use, page, row in stored:
+        for *use, table, row in stored:
             given = self.place(use_from_list(use))
-            assert given == Place(page, row), "the cache's key covers the places of all slots"
+            assert given == Place(table, row), "the cache's key covers the places of all slots"
+
+
+def open_pool(
+    gm: fx.GraphModule,
+    modules: Container[str],
+    config: Config,
+    rules: Rules,
+    device: torch.device,
+    state: ScalingState,
+    *,
+    trains: bool,
+) -> GraphPool:
+    """The slots for a graph of these modules, with room for those it may need. One that does not train has frozen
+    scales alone."""
+    room = SLOTS_PER_MATMUL * max(1, _matmuls(gm))
+    frame = state.begin_graph(frame_key(), compilation())
+    return GraphPool(state, _kinds(config, rules, device, trains), room, modules, frame)
+
+
+def update_rule(config: Config) -> UpdateRule:
+    return UpdateRule(config.margin, config.amax_algorithm, config.scale_update_interval)
+
+
+def _kinds(config: Config, rules: Rules, device: torch.device, trains: bool) -> list[TableKind]:
+    formats = {FORWARD: rules.forward, BACKWARD: rules.backward} if trains else {FROZEN: rules.forward}
+    return [
+        TableKind(direction, device, config.amax_history_len, format.max, update_rule(config))
+        for direction, format in formats.items()
+    ]
+
+
+def _matmuls(gm: fx.GraphModule) -> int:
+    """How many matmuls a Dynamo graph may have, its subgraphs included."""
+    graphs = [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
+    names = (str(node.target).lower() for graph in graphs for node in graph.nodes if node.op.startswith("call"))
+    return sum(any(part in name for part in MATMULS) for name in names)
 
 
 def use_from_list(fields: list[Any]) -> TensorUse:

@@ -1,9 +1,9 @@
-"""The cached weights that one graph is compiled with, and the check before each of its passes that they are fresh."""
+"""The cached weights that one graph is compiled with, and the check before each of its runs that they are fresh."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Callable, Iterable
+from typing import Any, Iterable, Sequence
 
 import torch
 from torch import Tensor, fx, nn
@@ -15,8 +15,9 @@ from fp8_compile.torch_internals.dynamo import real_input
 from fp8_compile.torch_internals.graphs import is_fake
 from fp8_compile.torch_internals.modules import gathered_by_fsdp, local_part
 
+from .cached_weight import CachedWeight
 from .graph_slots import GraphPool, use_from_list
-from .weight_cache import CachedWeight, WeightCache
+from .weight_cache import WeightCache
 from .weight_sampler import Sampler
 
 # Ops that look a weight up and do not multiply by it; all else may end in a matmul.
@@ -50,8 +51,8 @@ class GraphWeights:
             named[weight_buffer(argument, CODES)] = entry.codes
             if entry.transposed is not None:
                 named[weight_buffer(argument, TRANSPOSED)] = entry.transposed
-        for page in self.pool.pages(FORWARD):
-            named[weight_buffer(page, KNOWN)] = self.cache.known_scales(page)
+        for table in self.pool.tables(FORWARD):
+            named[weight_buffer(table, KNOWN)] = self.cache.writer.known_scales(table)
         return named
 
     def use(self, use: Use) -> Place | None:
@@ -93,17 +94,17 @@ class GraphWeights:
 
 
 class FreshWeights:
-    """Run ``compiled`` on fresh copies of its weights."""
+    """Has the copies that a graph reads renewed before it runs, where their weights have changed."""
 
-    def __init__(self, compiled: Callable[..., Any], weights: GraphWeights) -> None:
-        self.compiled, self.cache, self.sampler = compiled, weights.cache, Sampler(weights.cache)
+    def __init__(self, weights: GraphWeights) -> None:
+        self.cache, self.sampler = weights.cache, Sampler(weights.cache)
         self.read = {argument: weights.entries[argument] for argument in weights.uses}
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, args: Sequence[Any]) -> None:
+        """``args``: of the graph."""
         weights: dict[CachedWeight, Tensor] = {entry: args[argument] for argument, entry in self.read.items()}
-        if not any(is_fake(weight) for weight in weights.values()):
+        if not any(map(is_fake, weights.values())):
             self.cache.ensure_fresh(weights, self.sampler)
-        return self.compiled(*args)
 
 
 def open_weights(gm: fx.GraphModule, pool: GraphPool, rules: Rules) -> GraphWeights | None:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import weakref
-from typing import Any, Iterable, Protocol
+from typing import Iterable, Protocol
 
 import torch
 from torch import Tensor, fx, nn
 
 from fp8_compile.config import Config
 from fp8_compile.passes.joint.scale_loss import FACTORS, OVERFLOW
-from fp8_compile.torch_internals.dynamo import compiled_root, frame_code, modules_read, still_compiled
+from fp8_compile.torch_internals.dynamo import compiled_modules, frame_code, still_compiled
 from fp8_compile.torch_internals.graphs import real_tensors
 from fp8_compile.torch_internals.modules import is_compiled
+
+from .model_state import model_state
 
 INIT_SCALE = 2.0**16  # that a dynamic loss scale begins with
 
@@ -34,7 +35,7 @@ class GraphLossScale:
         return self._tensors[device]
 
     def set(self, value: float) -> None:
-        """Change the scale of all backward passes that begin from now on."""
+        """Change the scale of every backward that begins from now on."""
         self.value = value
         for tensors in self._tensors.values():
             # .data: a forward may have saved it for its backward, and autograd compares versions.
@@ -62,72 +63,60 @@ class Scaled(Protocol):
         ...
 
 
-# By module, for every module of an attached model.
-_attached: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[Scaled]] = weakref.WeakKeyDictionary()
-# By compiled module. The same at every attach, since code that was compiled for the first one reads it.
-_of_attached: weakref.WeakKeyDictionary[nn.Module, list[GraphLossScale]] = weakref.WeakKeyDictionary()
-_fixed: weakref.WeakKeyDictionary[nn.Module, GraphLossScale] = weakref.WeakKeyDictionary()  # by options alone
-_compiled: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # have code
-# Compiled for training without a loss scale: the Python code of the frames.
-_unscaled: weakref.WeakKeyDictionary[nn.Module, set[Any]] = weakref.WeakKeyDictionary()
-
-
 def offer(scaled: Scaled) -> None:
     """Ask it for the loss scale of graphs of its model that are compiled from now on."""
     for module in scaled.model.modules():
-        _attached.setdefault(module, weakref.WeakSet()).add(scaled)
+        model_state(module).loss_scalings.add(scaled)
 
 
 def withdraw(scaled: Scaled) -> None:
     for module in scaled.model.modules():
-        _attached.get(module, set()).discard(scaled)
+        model_state(module).loss_scalings.discard(scaled)
 
 
 def offered(modules: Iterable[nn.Module]) -> list[Scaled]:
     """Those that have one of the modules."""
-    return list({id(one): one for module in modules for one in _attached.get(module, ())}.values())
+    return list({id(one): one for module in modules for one in model_state(module).loss_scalings}.values())
 
 
 def sharing_graphs(model: nn.Module) -> list[Scaled]:
     """Those whose models have compiled code in common with this one: the model itself, one in the other, or a module of
     both that was compiled by itself. A module in two models that are compiled as wholes has code in each."""
-    mine = set(model.modules())
-    common = {module: offered([module]) for module in mine if module in _attached}
     found = [
         one
-        for module, others in common.items()
-        for one in others
-        if module is model or module is one.model or is_compiled(module) or module in _compiled
+        for module in set(model.modules())
+        for one in model_state(module).loss_scalings
+        if module is model or module is one.model or is_compiled(module) or model_state(module).has_code
     ]
     return list({id(one): one for one in found}.values())
 
 
 def scales_of(modules: Iterable[nn.Module]) -> list[GraphLossScale]:
     """Those that graphs of the modules read."""
-    found = [scale for module in modules for scale in _of_attached.get(module, ())]
+    found = [scale for module in modules for scale in model_state(module).graph_loss_scales]
     return list({id(scale): scale for scale in found}.values())
 
 
 def was_compiled(model: nn.Module) -> bool:
-    return any(module in _compiled for module in model.modules())
+    return any(model_state(module).has_code for module in model.modules())
 
 
 def compiled_without(model: nn.Module) -> bool:
-    """Whether some of the model's code for training has no loss scale in it."""
-    codes = {code for module in model.modules() for code in _unscaled.get(module, ())}
+    """True if some of the model's code for training has no loss scale in it."""
+    codes = {code for module in model.modules() for code in model_state(module).unscaled_frames}
     return any(map(still_compiled, codes))
 
 
 def loss_scale_of_compilation(gm: fx.GraphModule, config: Config, *, strict: bool) -> GraphLossScale | None:
     """The loss scale for what Dynamo is compiling."""
-    root = compiled_root()
-    modules = [root] if root is not None else list(modules_read(gm).values())
+    modules = compiled_modules(gm)
     attached = offered(modules)
     scale = _by_attached(modules, config, attached) if attached else _by_options(modules, config, strict)
-    _compiled.update(modules)
-    if scale is None and torch.is_grad_enabled():
-        for module in modules:
-            _unscaled.setdefault(module, set()).add(frame_code())
+    code = frame_code()
+    for state in map(model_state, modules):
+        state.has_code = True
+        if scale is None and torch.is_grad_enabled() and code is not None:
+            state.unscaled_frames.add(code)
     return scale
 
 
@@ -150,7 +139,7 @@ def _by_attached(modules: list[nn.Module], config: Config, attached: list[Scaled
     refuse_contradiction(attached)
     if attached[0].setting is None:
         return None
-    known = [_of_attached.setdefault(module, []) for module in modules]
+    known = [model_state(module).graph_loss_scales for module in modules]
     scale = next((one for one in known[0] if all(one in others for others in known)), None)
     if scale is None:
         scale = GraphLossScale(attached[0].value)
@@ -172,7 +161,8 @@ def _by_options(modules: list[nn.Module], config: Config, strict: bool) -> Graph
         return GraphLossScale(INIT_SCALE)
     value = float(config.loss_scale)
     for module in modules[:1]:
-        if module not in _fixed or _fixed[module].value != value:
-            _fixed[module] = GraphLossScale(value)
-        return _fixed[module]
+        state = model_state(module)
+        if state.fixed_loss_scale is None or state.fixed_loss_scale.value != value:
+            state.fixed_loss_scale = GraphLossScale(value)
+        return state.fixed_loss_scale
     return GraphLossScale(value)

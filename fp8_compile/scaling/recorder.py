@@ -6,10 +6,11 @@ The first line names the tensors, each further one is a moment (null: not part o
     {"pass": 3, "step": null, "amax": [1.25, ...], "scale": [358.4, ...], "elements": [4096, ...],
      "overflow": [0, ...], "underflow": [7, ...], "sqnr": [31.5, ...]}
 
-``amax`` is of the newest pass and ``scale`` the one that it used (0: none yet, its own amax was taken; where somebody
-called ``stats()`` or ``state_dict()`` in between, the next one). The counts are those since the line before. Long runs
-are thinned out, every second pass, then every fourth and so on, and no count is lost by that. Only tensors are read,
-nothing of the state changes; a GPU is waited for.
+``amax`` is of the newest run of the graph and ``scale`` the one that it used (0: none yet, its own amax was taken;
+where someone called ``stats()`` or ``state_dict()`` in between, the next one). The counts are those since the line
+before. In long trainings only every second run is recorded, then every fourth and so on, and no count is lost by that.
+Only tensors are read, nothing of the state changes; a GPU is waited for. The name of the file and its key "pass" come
+from a time when a run was called a pass: they stay, so that old files can be read.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fp8_compile")
 
-LINES_BEFORE_THINNING = 512  # then as many again of every second pass, and so on
+LINES_BEFORE_THINNING = 512  # then as many again of every second run, and so on
 FILE = "passes.jsonl"
 
 
-class PassRecorder:
-    """Records one graph's slots. :meth:`begin_pass` is called before each pass, :meth:`record` by whoever knows better
+class RunRecorder:
+    """Records one graph's slots. :meth:`begin_run` is called before each run, :meth:`record` by whoever knows better
     when a step ends."""
 
     def __init__(self, folder: Path, pool: GraphPool, show: Callable[[Path], object]) -> None:
@@ -46,24 +47,24 @@ class PassRecorder:
         self.places = {str(slot): place for slot, place in pool.places.items()}
         self._rows = set(pool.places.values())
         self._counted = {slot: [0.0] * 5 for slot in self.places}
-        self._passes_of = {slot: 0 for slot in self.places}
-        self._lines, self._passes, self._every = 0, 0, 1
+        self._runs_of = {slot: 0 for slot in self.places}
+        self._lines, self._runs, self._every = 0, 0, 1
         self._pending, self._by_hand, self._stopped = False, False, False
         pool.state.recorders.append(self)
         _all.add(self)
-        largest = [self.state.pages[place.page].kind.largest for place in self.places.values()]
+        largest = [self.state.tables[place.table].kind.largest for place in self.places.values()]
         self._append({"slots": list(self.places), "largest": largest})
 
-    def begin_pass(self) -> None:
-        """What the pass before left is complete: its backward has run, and nothing has taken it over yet."""
+    def begin_run(self) -> None:
+        """What the run before left is complete: its backward has run, and nothing has taken it over yet."""
         for other in self.state.recorders:  # graphs for other sizes of one module have slots in common
             if other is self or other._rows & self._rows:
-                other.end_pass()
-        self._passes += 1
+                other.end_run()
+        self._runs += 1
         self._pending = True
 
-    def end_pass(self) -> None:
-        if self._pending and not self._by_hand and self._passes % self._every == 0:
+    def end_run(self) -> None:
+        if self._pending and not self._by_hand and self._runs % self._every == 0:
             self._write(None)
         self._pending = False
 
@@ -74,8 +75,8 @@ class PassRecorder:
         self._by_hand, self._pending = True, False
 
     def finish(self) -> None:
-        """The last pass has no pass after it."""
-        self.end_pass()
+        """The last run has no run after it."""
+        self.end_run()
         if self._lines > 1:
             self._write_page()
 
@@ -83,7 +84,7 @@ class PassRecorder:
         moment = self._moment()
         if all(amax is None for amax in moment["amax"]):
             return
-        self._append({"pass": self._passes, "step": step, **moment})
+        self._append({"pass": self._runs, "step": step, **moment})
         recorded = self._lines - 1
         if recorded % LINES_BEFORE_THINNING == 0 and not self._by_hand:
             self._every *= 2
@@ -91,15 +92,15 @@ class PassRecorder:
             self._write_page()
 
     def _moment(self) -> dict[str, list[Any]]:
-        pages = {place.page: self._read(place.page) for place in self.places.values()}
+        tables = {place.table: self._read(place.table) for place in self.places.values()}
         columns: dict[str, list[Any]] = {
             name: [] for name in ("amax", "scale", "elements", "overflow", "underflow", "sqnr")
         }
         for slot, place in self.places.items():
-            amaxes, scales, passes, newest, stats = (column[place.row] for column in pages[place.page])
-            if amaxes == ABSENT and passes > self._passes_of[slot]:
+            amaxes, scales, runs, newest, stats = (column[place.row] for column in tables[place.table])
+            if amaxes == ABSENT and runs > self._runs_of[slot]:
                 amaxes = newest  # somebody has looked at the state since, which takes the amaxes over
-            self._passes_of[slot] = passes
+            self._runs_of[slot] = runs
             counted = [now - then for now, then in zip(stats, self._counted[slot])]
             if counted[0] < 0:  # reset_stats() was called
                 counted = stats
@@ -114,14 +115,14 @@ class PassRecorder:
         return columns
 
     def _read(self, index: int) -> tuple[list[Any], ...]:
-        page = self.state.pages[index]
-        newest = (page.counts[ENTERED].long() - 1).clamp_min(0) % page.history.shape[1]
+        table = self.state.tables[index]
+        newest = (table.counts[ENTERED].long() - 1).clamp_min(0) % table.history.shape[1]
         return (
-            page.amaxes.tolist(),
-            page.scales[QUANT].tolist(),
-            page.counts[PASSES].tolist(),
-            page.history.gather(1, newest[:, None])[:, 0].tolist(),
-            page.stats.tolist(),
+            table.amaxes.tolist(),
+            table.scales[QUANT].tolist(),
+            table.counts[PASSES].tolist(),
+            table.history.gather(1, newest[:, None])[:, 0].tolist(),
+            table.stats.tolist(),
         )
 
     def _append(self, line: dict[str, Any]) -> None:
@@ -147,7 +148,7 @@ class PassRecorder:
         logger.warning("cannot record passes in %s: %s. Nothing more is recorded; training goes on", self.folder, error)
 
 
-_all: weakref.WeakSet[PassRecorder] = weakref.WeakSet()
+_all: weakref.WeakSet[RunRecorder] = weakref.WeakSet()
 
 
 @atexit.register

@@ -1,9 +1,9 @@
 """What delayed scaling remembers of a model: one pool of amax histories and scales, shared by all its graphs.
 
 A slot is one quantized tensor, named ``blocks.0.mlp.up#0.input``: the parameter that it is multiplied by (or is), which
-use of that parameter it belongs to, over all graphs of the model, and the role of the tensor. Slots are rows of pages
-(``scaling_page.py``). A graph is compiled with places in pages fixed (``graph_pool.py``); one that needs more slots
-than the pages have left gets another page.
+use of that parameter it belongs to, over all graphs of the model, and the role of the tensor. Slots are rows of tables
+(``table.py``). A graph is compiled with places in tables fixed (``graph_slots.py``); one that needs more slots
+than the tables have left gets another table.
 """
 
 from __future__ import annotations
@@ -13,28 +13,26 @@ from types import CodeType
 from typing import TYPE_CHECKING, Any, Callable, Iterable, Iterator, Mapping, Protocol
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from fp8_compile.kernels.delayed_scaling import PASSES, QUANT
 from fp8_compile.passes.graph.roles import Role
 from fp8_compile.passes.graph.slot import BACKWARD, FROZEN, Place, Slot, TensorUse
-from fp8_compile.torch_internals.dynamo import compiled_root, frame_code, innermost_fn, modules_read, reset_code
+from fp8_compile.torch_internals.dynamo import reset_code
 from fp8_compile.torch_internals.graphs import real_tensors
-from fp8_compile.torch_internals.modules import unwrap
 
-from .handling import handling_of
-from .reachable_modules import reachable_modules
-from .recorder import PassRecorder
+from .recorder import RunRecorder
+from .requests import Requests
 from .saved_slots import Row, SavedSlots, check_fits, read_slots
 from .stats import StatsRow, StatsTable, in_words, stats_row
-from .table import Page
+from .table import Table
 
 if TYPE_CHECKING:
     from .weight_cache import WeightCache
 
 
-class Calibration(Protocol):
+class KnowsAmaxes(Protocol):
     """What :meth:`ScalingState.prime` asks of ``fp8_compile.calibrate``'s result."""
 
     def amax(self, name: str) -> float | Tensor:
@@ -43,14 +41,16 @@ class Calibration(Protocol):
 
 
 class ScalingState:
-    """The state of one model. :func:`scaling_state` finds it."""
+    """The state of one model. :func:`fp8_compile.scaling_state` finds it."""
 
-    def __init__(self, model: nn.Module | None = None) -> None:
+    def __init__(self, model: nn.Module | None = None, requests: Requests | None = None) -> None:
+        """``requests``: what training loops ask of the model's state."""
+        self._requests = requests or Requests()
         self._model = weakref.ref(model) if model is not None else None
-        self.pages: list[Page] = []
+        self.tables: list[Table] = []
         self._saved = SavedSlots()  # loaded, for slots that no graph has asked for yet
-        self.recorders: list[PassRecorder] = []  # of graphs that are dumped with stats
-        self._calibration: Calibration | None = None
+        self.recorders: list[RunRecorder] = []  # of graphs that are dumped with stats
+        self._calibration: KnowsAmaxes | None = None
         self.uses: dict[str, list[tuple[str, str, int]]] = {}  # by parameter or product: frame, line, ordinal of each
         self._looked: tuple[int, set[Slot]] = (-1, set())  # the epoch, and slots of graphs that have finished looking
         self._parts: dict[str, tuple[Any, int]] = {}  # frame -> its newest compilation, and how many graphs that made
@@ -58,18 +58,18 @@ class ScalingState:
         self.gradient_unit = 1.0  # the loss scale: gradients inside graphs are that many times as large
         self.steps: int | None = None  # of the optimizer; None: nobody counts them
         self.epoch = 0  # goes up when histories are replaced: whoever believed that they were there looks again
-        self.updates = 0  # of all pages at once, where amaxes are held until the optimizer's step
+        self.updates = 0  # of all tables at once, where amaxes are held until the optimizer's step
         self._weights: WeightCache | None = None
         self._codes: list[CodeType] = []  # of frames that were compiled with this state
 
     def settle(self) -> None:
-        """Bring histories and scales up to date with the last pass."""
-        for index in range(len(self.pages)):
-            self.settle_page(index)
+        """Bring histories and scales up to date with the last run."""
+        for index in range(len(self.tables)):
+            self.settle_table(index)
 
-    def settle_page(self, index: int) -> None:
+    def settle_table(self, index: int) -> None:
         if not self.held:
-            self.pages[index].settle()
+            self.tables[index].settle()
 
     @property
     def model(self) -> nn.Module | None:
@@ -77,14 +77,14 @@ class ScalingState:
 
     @property
     def held(self) -> bool:
-        """Whether amaxes wait for :meth:`update`; otherwise each pass begins with the update for the one before."""
-        return handling_of(self.model).held
+        """True if amaxes wait for :meth:`update`; otherwise each run begins with the update for the one before."""
+        return self._requests.held
 
     def update(self) -> None:
         """Take over the amaxes that were held."""
-        for page in self.pages:
-            page.settle()
-            increment_version(page.scales)  # a forward saved them as they were: its backward must not read others
+        for table in self.tables:
+            table.settle()
+            increment_version(table.scales)  # a forward saved them as they were: its backward must not read others
         self.updates += 1
 
     @property
@@ -92,7 +92,7 @@ class ScalingState:
         """FP8 copies of the model's weights, where an optimizer is attached."""
         from .weight_cache import WeightCache
 
-        if not handling_of(self.model).cached:
+        if not self._requests.cached:
             self._weights = None
         elif self._weights is None:
             self._weights = WeightCache(self)
@@ -117,19 +117,19 @@ class ScalingState:
         """The loss scale has changed: bring what is known of gradients to the new unit, exactly for powers of two."""
         if unit != self.gradient_unit:
             self.gradient_unit = unit
-            for page in self.pages:
-                if page.kind.direction == BACKWARD:
-                    page.set_unit(unit)
+            for table in self.tables:
+                if table.kind.direction == BACKWARD:
+                    table.set_unit(unit)
 
     def slots(self) -> Iterator[tuple[Slot, Place]]:
         """Every slot and where it lies."""
-        for index, page in enumerate(self.pages):
-            for row, slot in enumerate(page.slots):
+        for index, table in enumerate(self.tables):
+            for row, slot in enumerate(table.slots):
                 yield slot, Place(index, row)
 
     def trained(self) -> Iterator[tuple[Slot, Place]]:
         """Those that training writes, and that are saved."""
-        return ((slot, place) for slot, place in self.slots() if self.pages[place.page].kind.direction != FROZEN)
+        return ((slot, place) for slot, place in self.slots() if self.tables[place.table].kind.direction != FROZEN)
 
     def slot_of(self, tensor: TensorUse, frame: str) -> Slot:
         """The slot of a tensor of a graph that was made of a frame: the same for the same line of the same frame."""
@@ -142,7 +142,7 @@ class ScalingState:
     def state_dict(self) -> dict[str, Tensor]:
         """Plain tensors: ``<slot>.scale``, ``.amax_history``, ``.counts`` and ``.largest``, copies of the state."""
         self.settle()
-        rows = {str(slot): self.pages[place.page].row(place.row) for slot, place in self.trained()}
+        rows = {str(slot): self.tables[place.table].row(place.row) for slot, place in self.trained()}
         rows = self._saved.waiting | rows
         return {f"{slot}.{field}": tensor for slot, row in rows.items() for field, tensor in row.items()}
 
@@ -155,45 +155,45 @@ class ScalingState:
         states checks all of them first."""
         places = {str(slot): place for slot, place in self.trained()}
         rows = self._saved.renamed(read_slots(state_dict), places)
-        check_fits(rows, {slot: self.pages[place.page].kind.length for slot, place in places.items()}, self.model)
+        check_fits(rows, {slot: self.tables[place.table].kind.length for slot, place in places.items()}, self.model)
         return lambda: self._take_over(rows, places)
 
     def _take_over(self, rows: Mapping[str, Row], places: Mapping[str, Place]) -> None:
         for slot, row in rows.items():
             if slot in places:
-                self.pages[places[slot].page].set_row(places[slot].row, row)
+                self.tables[places[slot].table].set_row(places[slot].row, row)
         self._saved.waiting = {slot: row for slot, row in rows.items() if slot not in places}
         self.epoch += 1
 
-    def prime(self, calibration: Calibration) -> None:
-        """Let inputs begin with the amaxes of a calibration, as if a pass had seen them: of slots that are there, and
+    def prime(self, calibration: KnowsAmaxes) -> None:
+        """Let inputs begin with the amaxes of a calibration, as if a run had seen them: of slots that are there, and
         of those that graphs will ask for."""
         self._calibration = calibration
         inputs = [(slot, place) for slot, place in self.trained() if slot.role is Role.INPUT]
-        primed = [self._prime(slot, self.pages[place.page], place.row) for slot, place in inputs]
+        primed = [self._prime(slot, self.tables[place.table], place.row) for slot, place in inputs]
         if inputs and not any(primed):
             names = ", ".join(sorted({slot.layer for slot, _ in inputs})[:5])
             raise ValueError(
                 f"the calibration knows none of the model's quantized inputs ({names}); expected one of the same model"
             )
 
-    def _prime(self, slot: Slot, page: Page, row: int) -> bool:
+    def _prime(self, slot: Slot, table: Table, row: int) -> bool:
         if self._calibration is None or slot.role is not Role.INPUT:
             return False
         try:
             amax = float(self._calibration.amax(slot.layer))
         except (KeyError, ValueError):  # not a module that was calibrated: a matmul outside any layer
             return False
-        page.prime(row, amax)
+        table.prime(row, amax)
         return True
 
     def freeze(self, reach: Mapping[str, float]) -> None:
         """Let inference quantize inputs with fixed scales, which reach to these magnitudes, by slot or layer."""
         self.frozen = dict(reach)
         for slot, place in self.slots():
-            page = self.pages[place.page]
-            if page.kind.direction == FROZEN and (limit := self.frozen_reach(slot)) is not None:
-                page.freeze(place.row, limit)
+            table = self.tables[place.table]
+            if table.kind.direction == FROZEN and (limit := self.frozen_reach(slot)) is not None:
+                table.freeze(place.row, limit)
         self.recompile()
 
     def unfreeze(self) -> None:
@@ -216,11 +216,11 @@ class ScalingState:
         return frame if made == 1 else f"{frame} part {made}"
 
     def reset(self) -> None:
-        """Forget all histories, as when weights or data are replaced by very different ones: the next pass takes each
+        """Forget all histories, as when weights or data are replaced by very different ones: the next run takes each
         tensor's scale from the tensor itself, as the first one did."""
-        for page in self.pages:
-            if page.kind.direction != FROZEN:
-                page.clear()
+        for table in self.tables:
+            if table.kind.direction != FROZEN:
+                table.clear()
         self._saved.waiting.clear()
         self._calibration = None
         self.epoch += 1
@@ -233,13 +233,13 @@ class ScalingState:
     def _stats_rows(self) -> list[StatsRow]:
         rows = []
         for slot, place in self.slots():
-            page, row = self.pages[place.page], place.row
-            rows.append(stats_row(self._shown(slot, page), page, row))
+            table, row = self.tables[place.table], place.row
+            rows.append(stats_row(self._shown(slot, table), table, row))
         return rows
 
     @staticmethod
-    def _shown(slot: Slot, page: Page) -> str:
-        return f"{slot} (frozen)" if page.kind.direction == FROZEN else str(slot)
+    def _shown(slot: Slot, table: Table) -> str:
+        return f"{slot} (frozen)" if table.kind.direction == FROZEN else str(slot)
 
     def __repr__(self) -> str:
         """What a user wants to know first: whether there is anything, and whether numbers were lost."""
@@ -247,27 +247,27 @@ class ScalingState:
 
     def reset_stats(self) -> None:
         """Count from zero; scales and histories stay."""
-        for page in self.pages:
-            page.stats.data.zero_()
+        for table in self.tables:
+            table.stats.data.zero_()
 
     def record(self, step: int | None = None) -> None:
-        """Write amaxes, scales and counts of now to the dump folders, for the charts of their pages; ``step`` is what
+        """Write amaxes, scales and counts of now to the dump folders, for the charts of their reports; ``step`` is what
         the charts call this moment. Does nothing unless both ``stats`` and ``dump`` are on.
 
-        Without it every pass of a graph is recorded by itself, when the next one begins; from the first call on,
+        Without it every run of a graph is recorded by itself, when the next one begins; from the first call on,
         only calls are."""
         for recorder in self.recorders:
             recorder.record(step)
 
     def without_history(self, places: Mapping[Slot, Place]) -> dict[Slot, int]:
-        """The slots that have never seen a finite amax above zero, and how many passes they have seen. Waits for the
+        """The slots that have never seen a finite amax above zero, and how many runs they have seen. Waits for the
         device."""
         self.settle()
         found = {}
-        for index, rows in _rows_by_page(places.values()).items():
-            page = self.pages[index]
-            scales, passes = page.scales[QUANT].tolist(), page.counts[PASSES].tolist()
-            found.update({page.slots[row]: passes[row] for row in rows if scales[row] == 0})
+        for index, rows in _rows_by_table(places.values()).items():
+            table = self.tables[index]
+            scales, runs = table.scales[QUANT].tolist(), table.counts[PASSES].tolist()
+            found.update({table.slots[row]: runs[row] for row in rows if scales[row] == 0})
         return found
 
     def begin_looking(self, places: Mapping[Slot, Place]) -> None:
@@ -284,86 +284,36 @@ class ScalingState:
         self._look(places, False)
 
     def _look(self, places: Mapping[Slot, Place], on: bool) -> None:
-        for index, rows in _rows_by_page(places.values()).items():
-            self.pages[index].look(rows, on)
+        for index, rows in _rows_by_table(places.values()).items():
+            self.tables[index].look(rows, on)
 
-    def passes(self, places: Iterable[Place]) -> int:
-        """How many passes these slots have seen at most. Waits for the device."""
+    def runs(self, places: Iterable[Place]) -> int:
+        """How many runs these slots have seen at most. Waits for the device."""
         self.settle()
-        return max((int(self.pages[place.page].counts[PASSES, place.row]) for place in places), default=0)
+        return max((int(self.tables[place.table].counts[PASSES, place.row]) for place in places), default=0)
 
     def start_at_one(self, places: Iterable[Place]) -> None:
         """Give slots a scale before they have a history."""
         for place in places:
-            self.pages[place.page].scales.data[:, place.row] = 1.0
+            self.tables[place.table].scales.data[:, place.row] = 1.0
 
-    def fill(self, slot: Slot, tensor: TensorUse, page: Page, row: int) -> None:
+    def fill(self, slot: Slot, tensor: TensorUse, table: Table, row: int) -> None:
         """Fill a new slot with what was loaded for it, calibrated or frozen before it was there."""
         with real_tensors(), torch.no_grad():  # passes run on fake tensors; the state is real
-            if page.kind.direction == FROZEN:
+            if table.kind.direction == FROZEN:
                 reach = self.frozen_reach(slot)
                 assert reach is not None, slot
-                page.freeze(row, reach)
+                table.freeze(row, reach)
                 return
-            saved = self._saved.take(slot, tensor.old_name, page.kind.length)
+            saved = self._saved.take(slot, tensor.old_name, table.kind.length)
             if saved is not None:
-                page.set_row(row, saved)
+                table.set_row(row, saved)
             else:
-                self._prime(slot, page, row)
+                self._prime(slot, table, row)
 
 
-_states: weakref.WeakKeyDictionary[Any, ScalingState] = weakref.WeakKeyDictionary()  # by module, or by code
-_of_several: dict[tuple[weakref.ref[nn.Module], ...], ScalingState] = {}  # of functions that run several modules
-_newest: weakref.WeakKeyDictionary[Any, weakref.ref[ScalingState]] = weakref.WeakKeyDictionary()  # by code
-
-
-def scaling_state(model: nn.Module | Callable[..., Any]) -> ScalingState:
-    """The state of a model, plain or compiled; of a compiled function, that of the module or modules it runs."""
-    model = unwrap(model)
-    if isinstance(model, nn.Module):
-        return _states.setdefault(model, ScalingState(model))
-    if not callable(model):
-        raise TypeError(f"scaling_state expects a module or a compiled function, got {type(model).__name__}")
-    function = innermost_fn(model)
-    own = [module for module in reachable_modules(function) if module in _states]
-    if len(own) == 1:
-        return _states[own[0]]
-    newest = _newest[function.__code__]() if function.__code__ in _newest else None
-    return newest or _states.setdefault(function.__code__, ScalingState())
-
-
-def states_within(model: nn.Module) -> dict[str, ScalingState]:
-    """The states of a model and of modules in it that were compiled by themselves, by their dotted names."""
-    return {name: _states[module] for name, module in model.named_modules() if module in _states}
-
-
-def state_of_compilation(gm: fx.GraphModule) -> ScalingState:
-    """The state of what Dynamo is compiling: of the compiled module, or of those that a compiled function runs."""
-    root, code = compiled_root(), frame_code()
-    modules = [root] if root is not None else list(modules_read(gm).values())
-    if len(modules) == 1:
-        state = scaling_state(modules[0])
-    elif modules:
-        state = _state_of_several(modules)
-    else:
-        return _states.setdefault(code, ScalingState()) if code is not None else ScalingState()
-    if code is not None:
-        _newest[code] = weakref.ref(state)
-        state.compiled_with(code)
-    return state
-
-
-def _state_of_several(modules: list[nn.Module]) -> ScalingState:
-    key = tuple(weakref.ref(module) for module in modules)
-    if key not in _of_several:
-        _of_several[key] = ScalingState()
-        for module in modules:
-            weakref.finalize(module, _of_several.pop, key, None)
-    return _of_several[key]
-
-
-def _rows_by_page(places: Iterable[Place]) -> dict[int, list[int]]:
+def _rows_by_table(places: Iterable[Place]) -> dict[int, list[int]]:
     rows: dict[int, list[int]] = {}
     for place in places:
-        rows.setdefault(place.page, []).append(place.row)
+        rows.setdefault(place.table, []).append(place.row)
     return rows

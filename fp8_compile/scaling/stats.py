@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Sequence
+from typing import TYPE_CHECKING, Sequence, overload
 
 from fp8_compile.kernels.delayed_scaling import ENTERED, PASSES, QUANT, SATURATED, SMALL
 from fp8_compile.report import align
 
 if TYPE_CHECKING:
-    from .table import Page
+    from .table import Table
 
 WHY_EMPTY = (
     "no graph with an FP8 matmul was compiled for this model under recipe='delayed' with gradients. Expected "
@@ -28,7 +28,7 @@ class StatsRow:
     overflow: int  # finite, but beyond the largest FP8 value: saturated
     underflow: int  # not zero, but rounded to zero
     amax: float  # the newest in the history
-    scale: float  # quant_scale of the next pass; 0: none yet
+    scale: float  # quant_scale of the next run; 0: none yet
     sqnr: float  # dB, sum of x**2 over sum of (x - dequantized)**2; nan: nothing counted
     steps: int = 0  # in which the tensor was quantized
     saturated: int = 0  # of them, those in which its largest value was beyond what its scale holds
@@ -41,7 +41,13 @@ class StatsTable(Sequence[StatsRow]):
     def __init__(self, rows: Sequence[StatsRow]) -> None:
         self._rows = list(rows)
 
-    def __getitem__(self, index):  # type: ignore[no-untyped-def]
+    @overload
+    def __getitem__(self, index: int) -> StatsRow: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[StatsRow]: ...
+
+    def __getitem__(self, index: int | slice) -> StatsRow | list[StatsRow]:
         return self._rows[index]
 
     def __len__(self) -> int:
@@ -70,12 +76,12 @@ class StatsTable(Sequence[StatsRow]):
     __repr__ = __str__
 
 
-def stats_row(slot: str, page: Page, row: int) -> StatsRow:
+def stats_row(slot: str, table: Table, row: int) -> StatsRow:
     """A row from the state's tensors."""
-    elements, overflow, underflow, signal, noise = page.stats[row].tolist()  # kernels/delayed_scaling.py: count
-    counts, history = page.counts[:, row].tolist(), page.history[row]
-    amax = float(history[(counts[ENTERED] - 1) % len(history)] / page.unit) if counts[ENTERED] else 0.0
-    scale = float(page.scales[QUANT, row] * page.unit)
+    elements, overflow, underflow, signal, noise = table.stats[row].tolist()  # kernels/delayed_scaling.py: count
+    counts, history = table.counts[:, row].tolist(), table.history[row]
+    amax = float(history[(counts[ENTERED] - 1) % len(history)] / table.unit) if counts[ENTERED] else 0.0
+    scale = float(table.scales[QUANT, row] * table.unit)
     seen = (counts[PASSES], counts[SATURATED], counts[SMALL])
     return StatsRow(
         slot, int(elements), int(overflow), int(underflow), amax, scale, decibel(signal, noise), *seen

@@ -1,4 +1,4 @@
-"""A page of the scaling state: a few tensors for many slots, so that a graph reads and updates all of them at once."""
+"""A table of the scaling state: a few tensors for many slots, so that a graph reads and updates all of them at once."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from fp8_compile.torch_internals.graphs import real_tensors
 
 
 @dataclasses.dataclass(frozen=True)
-class PageKind:
-    """What the slots of a page have in common."""
+class TableKind:
+    """What the slots of a table have in common."""
 
     direction: str
     device: torch.device
@@ -37,10 +37,10 @@ class PageKind:
     rule: UpdateRule
 
 
-class Page:
+class Table:
     """The tensors of up to ``capacity`` slots; see ``kernels/delayed_scaling.py`` for their meaning."""
 
-    def __init__(self, kind: PageKind, capacity: int, unit: float = 1.0) -> None:
+    def __init__(self, kind: TableKind, capacity: int, unit: float = 1.0) -> None:
         """``unit``: by how much the graphs multiply the tensors of these slots, the loss scale of gradients."""
         self.kind, self.slots, self.unit = kind, list[Slot](), unit
         with torch.device(kind.device):  # dtypes said, since a default dtype may be set
@@ -49,7 +49,7 @@ class Page:
             self.scales = torch.zeros(2, capacity, dtype=torch.float32)
             self.counts = torch.zeros(STEADY + 1, capacity, dtype=torch.int32)
             self.stats = torch.zeros(capacity, 5, dtype=torch.float64)
-        self._kept: list[Tensor] | None = None  # for restore(); None: as if no pass had been
+        self._kept: list[Tensor] | None = None  # for restore(); None: as if no run had been
         self._kept_look = torch.zeros_like(self.counts[LOOK])  # amaxes that wait are counted as they were recorded
 
     def add(self, slot: Slot) -> int:
@@ -89,7 +89,7 @@ class Page:
             copy_all([*self._tensors(), self.counts.data[LOOK]], [*self._kept, self._kept_look])
 
     def _tensors(self) -> list[Tensor]:
-        """What passes change."""
+        """What runs of graphs change."""
         return [self.amaxes.data, self.history.data, self.scales.data, self.counts.data[:COUNTERS]]
 
     def _copies(self) -> list[Tensor]:
@@ -99,7 +99,7 @@ class Page:
         return self._kept
 
     def settle(self) -> None:
-        """Do the update that the next pass would begin with: what was recorded becomes history."""
+        """Do the update that the next run would begin with: what was recorded becomes history."""
         known = torch.empty_like(self.scales)
         rule = ("frozen", 1) if self.kind.direction == FROZEN else self.kind.rule.arguments
         update_in_place_op(self.amaxes, self.history, self.scales, self.counts, known, self.kind.largest, *rule)
@@ -137,7 +137,7 @@ class Page:
             counts[: len(saved["counts"]), row] = saved["counts"]
 
     def prime(self, row: int, amax: float) -> None:
-        """As if a pass had seen that amax, with the tensor's own scale: nothing was saturated by it."""
+        """As if a run had seen that amax, with the tensor's own scale: nothing was saturated by it."""
         for _, *state in (self._tensors(), self._copies()):
             settings = self.counts.data[COUNTERS:, row : row + 1].clone()
             settings[LOOK - COUNTERS] = 1

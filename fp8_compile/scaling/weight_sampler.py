@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING, Any, Mapping
 from torch import Tensor
 
 from fp8_compile.kernels.cpu.fingerprint import Fingerprints
+from fp8_compile.torch_internals.modules import local_part
 
-from .weight_cache import CachedWeight, WeightCache, local
+from .cached_weight import CachedWeight
 
 if TYPE_CHECKING:
     from fp8_compile.kernels.gpu.quantize_many import QuantizeMany
+
+    from .weight_cache import WeightCache
 
 
 class Sampler:
@@ -29,7 +32,7 @@ class Sampler:
 
     def written(self, weights: Mapping[CachedWeight, Tensor]) -> list[CachedWeight]:
         """The copies, on the CPU, whose weight no longer has the fingerprint that it had when they were made."""
-        found = self._fingerprints([local(weight) for weight in weights.values()])
+        found = self._fingerprints([local_part(weight) for weight in weights.values()])
         return [entry for entry, now in zip(weights, found) if entry.fingerprint not in (None, now)]
 
     def renew_written(self, weights: Mapping[CachedWeight, Tensor]) -> None:
@@ -40,5 +43,6 @@ class Sampler:
         # Weights that are fresh are where they were at the last refresh. Only after another one is it worth a look.
         wanted = (self.cache.refreshes, *weights)
         if self._launches is None or self._prepared_for != wanted:
-            self._launches, self._prepared_for = launches_for(self.cache.matrices(weights), self._launches), wanted
+            matrices = self.cache.writer.matrices(weights)
+            self._launches, self._prepared_for = launches_for(matrices, self._launches), wanted
         self._launches(check=True)

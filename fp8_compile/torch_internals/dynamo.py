@@ -6,7 +6,7 @@ import contextlib
 import gc
 import sys
 import zlib
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any, Callable, Iterable, Iterator
 
 import torch
@@ -26,14 +26,14 @@ __all__ = ["innermost_fn", "reset_code"]
 
 def compiled_root() -> nn.Module | None:
     """The module that ``torch.compile`` was called on, seen from inside a compilation: innermost on the stack."""
-    frame = sys._getframe()
+    frame: FrameType | None = sys._getframe()
     while frame is not None:
         owner = frame.f_locals.get("self") if "self" in frame.f_code.co_varnames[:1] else None
         if isinstance(owner, OptimizedModule):
             return owner._orig_mod
         if isinstance(owner, nn.Module) and compiled_in_place(owner):
             return owner
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return None
 
 
@@ -78,6 +78,13 @@ def modules_read(gm: fx.GraphModule) -> dict[Any, nn.Module]:
         source: unwrap(module)
         for source, module in {id(module): (source, module) for source, module in found.items()}.values()
     }
+
+
+def compiled_modules(gm: fx.GraphModule) -> list[nn.Module]:
+    """The modules that Dynamo is compiling: the one that ``torch.compile`` was called on, or those that a compiled
+    function runs, as far as its graph reads their parameters and buffers."""
+    root = compiled_root()
+    return [unwrap(root)] if root is not None else list(modules_read(gm).values())
 
 
 def source_of(node: fx.Node) -> Any:
@@ -168,19 +175,27 @@ def sizes_as_given() -> contextlib.AbstractContextManager[None]:
     return config.patch(automatic_dynamic_shapes=False)
 
 
-def wrappers_within(module: nn.Module) -> list[nn.Module]:
+def compile_apart(function: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.compile`` for a while: what is compiled here and what was compiled elsewhere do not run each other's
+    code."""
+    options: dict[str, Any] = {"isolate_recompiles": True}  # the stubs of torch 2.13 do not know it
+    return torch.compile(function, backend=backend, **options)
+
+
+def wrappers_within(module: nn.Module) -> list[OptimizedModule]:
     """What ``torch.compile`` returned, for the module and the modules in it."""
     return [inner for inner in module.modules() if isinstance(inner, OptimizedModule)]
 
 
-def wrappers_of(module: nn.Module) -> list[nn.Module]:
+def wrappers_of(module: nn.Module) -> list[OptimizedModule]:
     """What ``torch.compile`` returned for a module, wherever it is kept."""
     return [item for item in gc.get_objects() if type(item) is OptimizedModule and item._orig_mod is module]
 
 
-def backend_name(wrapper: nn.Module) -> str:
+def backend_name(wrapper: OptimizedModule) -> str:
     """The name of the backend that a module was compiled with; "" where it is not known."""
-    backend: Callable[..., Any] = innermost_backend(wrapper.dynamo_ctx.callback)  # type: ignore[arg-type, union-attr]
+    callback: Any = wrapper.dynamo_ctx.callback
+    backend: Callable[..., Any] = innermost_backend(callback)
     if isinstance(backend, torch._TorchCompileInductorWrapper):
         return "inductor"
     return getattr(backend, "compiler_name", "")

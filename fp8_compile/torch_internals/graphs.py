@@ -37,7 +37,9 @@ def real_tensors() -> contextlib.AbstractContextManager[Any]:
 
 def fake_mode_of(tensors: Iterable[Any]) -> FakeTensorMode:
     """The mode under which these fake tensors were made."""
-    return detect_fake_mode(list(tensors))  # type: ignore[return-value]
+    mode = detect_fake_mode(list(tensors))
+    assert mode is not None, "tensors that are not fake"
+    return mode
 
 
 def plain_torch_functions() -> contextlib.AbstractContextManager[None]:

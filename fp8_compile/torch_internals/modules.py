@@ -51,7 +51,7 @@ def gathered_by_fsdp() -> set[int]:
         return set()
     from torch.distributed._composable_state import _module_state_mapping
 
-    found = set()
+    found: set[int] = set()
     for reference in _module_state_mapping.values():
         for group in getattr(reference(), "_fsdp_param_groups", ()):
             gathered = (getattr(parameter, "_unsharded_param", None) for parameter in group.fsdp_params)

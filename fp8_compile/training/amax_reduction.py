@@ -3,8 +3,8 @@
     amaxes[slot] = max over ranks and over the micro-batches of the step
     found_inf    = max over ranks, in the same message
 
-While it is attached, passes record amaxes and leave histories and scales alone. ``optimizer.step()``, which all ranks
-call alike, puts the amaxes together and does the update: scales are equal on all ranks, bit for bit, in every pass.
+While it is attached, graphs record amaxes and leave histories and scales alone. ``optimizer.step()``, which all ranks
+call alike, puts the amaxes together and does the update: scales are equal on all ranks, bit for bit, in every run.
 Slots go by their names, so ranks may have compiled their graphs in any order; but they must be the same slots.
 """
 
@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fp8_compile.scaling.handling import handle
-from fp8_compile.scaling.state import ScalingState, states_within
+from fp8_compile.scaling.find_state import states_within
+from fp8_compile.scaling.model_state import request
+from fp8_compile.scaling.state import ScalingState
 
-from .part import Part, Step
+from .part import Step, TrainingPart
 from .weight_caching import recompile
 
 ROUND_SIZE = 1024  # ranks that disagree about their slots must still agree about the size, to find that out
@@ -40,7 +41,7 @@ def reduces_amaxes(setting: str | None) -> bool:
     return setting == "max"
 
 
-class AmaxReduction(Part):
+class AmaxReduction(TrainingPart):
     """``group``: the ranks that share scales; None: all. Gradients found not finite on one rank are so on all."""
 
     name = "amax_reduction"
@@ -51,7 +52,7 @@ class AmaxReduction(Part):
         for state in states_within(model).values():
             state.settle()
         recompile(model, "with amaxes of all ranks", unless=lambda state: state.held)
-        handle(model, self).held = True
+        request(model, self).held = True
 
     def inspect(self, step: Step) -> None:
         """One message for both: ranks that looked at their gradients and ranks that had none must not send different
@@ -88,7 +89,7 @@ class AmaxReduction(Part):
             state.update()
 
     def detach(self) -> None:
-        handle(self.model, self).held = False
+        request(self.model, self).held = False
         recompile(self.model, "with amaxes of its own rank", unless=lambda state: state.held)
 
 
@@ -107,16 +108,16 @@ class _Layout:
         """``device``: of the message where there are no slots, as under other recipes; NCCL sends none from a CPU.
         ``looks``: whether steps are skipped for gradients that are not finite, on all ranks or on none."""
         self.names, self.looks = names, looks
-        self.pages = [page for state in states.values() for page in state.pages]
+        self.tables = [table for state in states.values() for table in state.tables]
         starts, total = [], 0
-        for page in self.pages:
+        for table in self.tables:
             starts.append(total)
-            total += page.capacity
+            total += table.capacity
         rows, first = [], 0
         for state in states.values():
-            rows += [starts[first + place.page] + place.row for _, place in state.slots()]
-            first += len(state.pages)
-        device = self.pages[0].kind.device if self.pages else device or torch.device("cpu")
+            rows += [starts[first + place.table] + place.row for _, place in state.slots()]
+            first += len(state.tables)
+        device = self.tables[0].kind.device if self.tables else device or torch.device("cpu")
         by_name = [row for _, row in sorted(zip(names, rows))]
         self.order = torch.tensor(by_name, dtype=torch.int64, device=device)
         digest = hashlib.sha256("\n".join([f"loss scale: {looks}", *sorted(names)]).encode()).digest()
@@ -146,7 +147,7 @@ class _Layout:
         """Put what all ranks have recorded where this one would have recorded it."""
         flat = self._amaxes()
         flat[self.order] = self._slots()
-        amaxes = [page.amaxes.data for page in self.pages]
+        amaxes = [table.amaxes.data for table in self.tables]
         for amax, reduced in zip(amaxes, flat.view(torch.float32).split([len(one) for one in amaxes])):
             amax.copy_(reduced)
 
@@ -154,6 +155,6 @@ class _Layout:
         return self.message[self.FIRST : self.FIRST + len(self.names)]
 
     def _amaxes(self) -> Tensor:
-        """Of all pages one behind the other, as integers; a copy."""
-        amaxes: list[Tensor] = [page.amaxes.data for page in self.pages]
+        """Of all tables one behind the other, as integers; a copy."""
+        amaxes: list[Tensor] = [table.amaxes.data for table in self.tables]
         return torch.cat(amaxes).view(torch.int32) if amaxes else self.message[:0].clone()

@@ -23,9 +23,9 @@ from .checks import check_compiled, check_masters, check_once, check_owner, unwr
 from .loss_scaler import LossScaler
 from .loss_scaling import LossScaling
 from .master_weights import MasterWeights
-from .part import Part, Step
+from .part import Step, TrainingPart
 from .saturation_watch import SaturationWatch
-from .saved_state import SavedScaling
+from .step_counter import StepCounter
 from .step_hooks import StepHooks
 from .weight_caching import WeightCaching
 
@@ -37,7 +37,7 @@ class Training:
     every optimizer of ``torch.optim`` takes for nothing to do.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, parts: list[Part]) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizer, parts: list[TrainingPart]) -> None:
         self.model, self.optimizer, self.parts = model, optimizer, parts
         self.skipped_steps = 0
         self._step: Step | None = None
@@ -46,14 +46,14 @@ class Training:
         self._hooks = StepHooks(optimizer, self._prepare, self._finish, self._fail, self._again)
         _trainings[optimizer] = weakref.ref(self)
 
-    def part(self, kind: type[Part]) -> Any:
+    def part(self, kind: type[TrainingPart]) -> Any:
         """The part of a kind, None if there is none."""
         return next((part for part in self.parts if isinstance(part, kind)), None)
 
     @property
     def steps(self) -> int:
         """Steps of the optimizer since the start, those of a loaded checkpoint included, skipped ones not."""
-        return self.part(SavedScaling).steps
+        return self.part(StepCounter).steps
 
     @property
     def loss_scale(self) -> float:
@@ -77,7 +77,7 @@ class Training:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take a saved state over, after the model's and the optimizer's own; before or after the first forward."""
         known = {"skipped_steps", *(part.name for part in self.parts)}
-        if not {"skipped_steps", SavedScaling.name} <= set(state_dict) <= known:
+        if not {"skipped_steps", StepCounter.name} <= set(state_dict) <= known:
             raise ValueError(
                 f"a checkpoint with {sorted(state_dict)} does not fit parts {sorted(known)}; "
                 "expected a state_dict() of a Training that was attached with the same arguments"
@@ -194,9 +194,9 @@ def attach(
     # In this order. Before the decision, who raises found_inf comes before who reduces it over ranks. After the step,
     # masters are rounded into the weights before anyone reads those. What changes amaxes does so in before_step:
     # LossScaling keeps a copy of them in after_step.
-    parts: list[Part] = [SavedScaling(module), scaling]
+    parts: list[TrainingPart] = [StepCounter(module), scaling]
     if master_weights:
-        names = {parameter: name for name, parameter in module.named_parameters()}
+        names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
         parts.append(MasterWeights(optimizer, names, hooks=False))
     parts.append(SaturationWatch(module, skip=saturation == "skip", group=process_group if reduces else None))
     if reduces:

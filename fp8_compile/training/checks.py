@@ -12,7 +12,7 @@ from fp8_compile.scaling.loss_scale import was_compiled
 from fp8_compile.torch_internals.dynamo import backend_name, wrappers_of, wrappers_within
 from fp8_compile.torch_internals.modules import compiled_in_place, unwrap, unwrapped_by_lightning
 
-from .master_weights import HALVES
+from .master_weights import HALF_DTYPES
 
 WITHOUT_PASSES = ("eager", "aot_eager", "inductor", "cudagraphs")
 
@@ -98,7 +98,7 @@ def check_masters(optimizer: Optimizer, others: Callable[[], list[Optimizer]]) -
 def _with_two_masters(optimizer: Optimizer, others: list[Optimizer]) -> set[int]:
     """Identities of the 16-bit parameters that are also in others."""
     mine, *theirs = (
-        {id(parameter) for group in one.param_groups for parameter in group["params"] if parameter.dtype in HALVES}
+        {id(parameter) for group in one.param_groups for parameter in group["params"] if parameter.dtype in HALF_DTYPES}
         for one in (optimizer, *others)
     )
     return mine & set().union(*theirs)

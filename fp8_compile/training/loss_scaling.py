@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from types import FrameType
 from typing import Any, Iterable, Mapping
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from fp8_compile.config import Config
+from fp8_compile.scaling.history_backup import HistoryBackup
 from fp8_compile.scaling.loss_scale import (
     GraphLossScale,
     compiled_without,
@@ -21,14 +23,14 @@ from fp8_compile.scaling.loss_scale import (
     sharing_graphs,
     withdraw,
 )
-from fp8_compile.scaling.snapshot import KeptHistories
 from fp8_compile.torch_internals.autograd import largest_magnitudes
+from fp8_compile.torch_internals.modules import local_part
 
 from .loss_scaler import LossScaler
-from .part import Part, Step
+from .part import Step, TrainingPart
 
 
-class LossScaling(Part):
+class LossScaling(TrainingPart):
     """Loss scaling in the graphs of one model.
 
         scale -> scale / 2, at least 1      after a step with a gradient that is not finite, which is skipped
@@ -43,7 +45,7 @@ class LossScaling(Part):
         self.model, self.setting = model, setting
         self.value = 1.0  # the current loss scale; 1 if it is off
         self.wide = False  # gradients of 16-bit parameters leave in FP32
-        self.histories = KeptHistories(model)
+        self.backup = HistoryBackup(model)
         self.scaler = scaler
         self._good = 0  # steps since the scale was changed: the scaler's growth tracker, without asking the device
         self._refuse_contradiction()
@@ -80,7 +82,7 @@ class LossScaling(Part):
             return
         _refuse_grad_scaler()
         parameters = [parameter for group in step.optimizer.param_groups for parameter in group["params"]]
-        gradients = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        gradients = [_dense(parameter.grad) for parameter in parameters if parameter.grad is not None]
         # Of a rank that has none yet, nothing is not finite; it must say so, for others wait to hear it.
         flags = [flag for graphs in self.graphs for flag in graphs.largest()]
         largest = [*flags, *_largest(gradients)] or [torch.zeros(1, device=parameters[0].device)]
@@ -93,19 +95,19 @@ class LossScaling(Part):
         if not self.on:
             return
         if step.not_finite:
-            self.histories.restore()
+            self.backup.restore()
         self._clear()
-        self.histories.keep()
+        self.backup.keep()
 
     def after_step(self, step: Step) -> None:
         if not self.on:
             return
         if step.not_finite:
-            self.histories.restore()
+            self.backup.restore()
         self._clear()
         if self.setting == "dynamic" and step.found_inf is not None:
             self._follow(step)
-        self.histories.keep()
+        self.backup.keep()
 
     def _follow(self, step: Step) -> None:
         """What the scaler does on the device, done here too: so nobody has to wait for the result."""
@@ -141,7 +143,7 @@ class LossScaling(Part):
             self._good = state_dict["scaler"]["_growth_tracker"]
             self._set(float(state_dict["scale"]))
         self._clear()
-        self.histories.keep()
+        self.backup.keep()
 
     def detach(self) -> None:
         withdraw(self)
@@ -155,21 +157,21 @@ class LossScaling(Part):
                 "or torch._dynamo.reset() before attach()"
             )
         self.setting = setting
-        self._clear()  # of passes while nobody was attached
+        self._clear()  # of runs while nothing was attached
         if setting == "dynamic":
             self.scaler = self.scaler or LossScaler()
             self._good = self.scaler._get_growth_tracker()
             self._set(self.scaler.get_scale())
         else:
             self._set(float(setting))
-        self.histories.keep()
+        self.backup.keep()
 
     def _set(self, value: float, modules: Iterable[nn.Module] | None = None) -> None:
         """``modules``: those of the model that the new value is for; None: all."""
         self.value, chosen = value, set(self.model.modules() if modules is None else modules)
         for graphs in scales_of(chosen):
             graphs.set(value)
-        for state in self.histories.states():
+        for state in self.backup.states():
             if state.model in chosen:
                 state.set_gradient_unit(value)
 
@@ -188,15 +190,15 @@ def _largest(gradients: Iterable[Tensor]) -> list[Tensor]:
     return [torch.stack(some).amax().reshape(1).to(torch.float32) for some in norms]
 
 
-def _local(gradient: Tensor) -> Tensor:
-    """What lies on this rank of a gradient, dense."""
-    gradient = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+def _dense(gradient: Tensor) -> Tensor:
+    """The part of a gradient that is on this rank; of a sparse one, its values."""
+    gradient = local_part(gradient)
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
 def _refuse_grad_scaler() -> None:
     """A scaler that is on would scale the loss a second time; it is among those who called ``optimizer.step()``."""
-    frame = sys._getframe()
+    frame: FrameType | None = sys._getframe()
     while frame is not None:
         owner = frame.f_locals.get("self") if frame.f_code in _SCALED_STEPS else None
         if isinstance(owner, GradScaler) and owner.is_enabled():
@@ -204,7 +206,7 @@ def _refuse_grad_scaler() -> None:
                 f"{type(owner).__name__} and the loss scaling of fp8_compile.attach() are both on: the loss would be "
                 "scaled twice. Remove the scaler (loss.backward(); optimizer.step()), or attach with loss_scale=None"
             )
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
 
 
 _SCALED_STEPS = {GradScaler.step.__code__, GradScaler._maybe_opt_step.__code__}

@@ -16,13 +16,13 @@ from torch.optim import LBFGS, Optimizer
 from fp8_compile.torch_internals.autograd import copy_all, version
 from fp8_compile.torch_internals.modules import local_part
 
-from .part import Part, Step
+from .part import Step, TrainingPart
 from .step_hooks import OnFailure, StepHooks
 
-HALVES = (torch.bfloat16, torch.float16)
+HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 
-class MasterWeights(Part):
+class MasterWeights(TrainingPart):
     """Masters for the 16-bit parameters of an optimizer, hooked into its ``step()``.
 
     Outside ``step()`` and ``load_state_dict()`` the optimizer knows the model's parameters, so that ``zero_grad()``,
@@ -69,7 +69,7 @@ class MasterWeights(Part):
 
     def memory_bytes(self) -> int:
         """Of the masters on this process."""
-        return sum(_local(master).numel() * 4 for master in self._masters.values())
+        return sum(local_part(master).numel() * 4 for master in self._masters.values())
 
     def before_step(self, step: Step) -> None:
         if step.skipped:
@@ -143,7 +143,7 @@ class MasterWeights(Part):
     def _adopt(self) -> None:
         """Make masters for parameters that the optimizer has got since the last time."""
         for parameter in self._parameters():
-            if parameter.dtype in HALVES and parameter not in self._masters:
+            if parameter.dtype in HALF_DTYPES and parameter not in self._masters:
                 self._masters[parameter] = parameter.detach().to(torch.float32).requires_grad_(parameter.requires_grad)
                 self._versions[parameter] = _version(parameter)
                 state = self.optimizer.state.get(parameter, {})  # of one that makes it when it is constructed
@@ -182,12 +182,8 @@ class MasterWeights(Part):
                 state[new] = state.pop(old)
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # of a DTensor
-
-
 def _is_half(item: Any) -> bool:
-    return isinstance(item, Tensor) and item.dtype in HALVES
+    return isinstance(item, Tensor) and item.dtype in HALF_DTYPES
 
 
 def _version(parameter: Tensor) -> int:

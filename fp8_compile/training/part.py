@@ -31,7 +31,7 @@ class Step:
         return self.skipped and not self.saturated
 
 
-class Part:
+class TrainingPart:
     """Does nothing: a part overrides what it needs. ``name`` is its key in ``Training.state_dict()``."""
 
     name = ""

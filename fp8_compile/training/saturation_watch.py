@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from fp8_compile.kernels.delayed_scaling import CLIPPED, COUNTERS, LOOK, PASSES, QUANT, SATURATED, SMALL
 from fp8_compile.passes.graph.roles import Role
 from fp8_compile.passes.graph.slot import BACKWARD
-from fp8_compile.scaling.state import states_within
+from fp8_compile.scaling.find_state import states_within
 from fp8_compile.scaling.stats import lost_numbers
-from fp8_compile.scaling.table import Page
+from fp8_compile.scaling.table import Table
 
-from .part import Part, Step
+from .part import Step, TrainingPart
 
 log = logging.getLogger("fp8_compile")
 
@@ -32,7 +32,7 @@ EVERY = 8  # steps between two looks, after as many steps with a look each
 SHOWN = 5  # slots in a line of the log
 
 
-class SaturationWatch(Part):
+class SaturationWatch(TrainingPart):
     """Logs a warning when a slot lost numbers, again when it has done so twice as often, and so on."""
 
     name = "saturation"
@@ -65,7 +65,7 @@ class SaturationWatch(Part):
     def _look(self) -> None:
         """Read the copies that were begun at the last look, and begin new ones."""
         arrived = [copy for copy in self._copies if copy.is_there()]
-        self._copies = [_Copy(prefix, page) for prefix, page in self._pages()]
+        self._copies = [_Copy(prefix, table) for prefix, table in self._tables()]
         self._tell([*arrived, *(copy for copy in self._copies if not copy.on_gpu)])
 
     def _tell(self, copies: list[_Copy]) -> None:
@@ -87,27 +87,27 @@ class SaturationWatch(Part):
 
     def _all_clipped(self) -> Tensor:
         """How often a gradient lost more than half of its largest value so far, what is not counted yet included."""
-        gradients = [page for _, page in self._pages() if page.kind.direction == BACKWARD]
+        gradients = [table for _, table in self._tables() if table.kind.direction == BACKWARD]
         device = gradients[0].kind.device if gradients else torch.device("cpu")
-        each = [(page.counts[CLIPPED].sum() + _clips(page).sum()).to(device) for page in gradients]
+        each = [(table.counts[CLIPPED].sum() + _clips(table).sum()).to(device) for table in gradients]
         return sum(each, torch.zeros((), device=device))
 
-    def _pages(self) -> Iterator[tuple[str, Page]]:
+    def _tables(self) -> Iterator[tuple[str, Table]]:
         for module, state in states_within(self.model).items():
-            for page in state.pages:
-                yield module, page
+            for table in state.tables:
+                yield module, table
 
 
 class _Copy:
-    """What was counted for the slots of a page, on its way to the host."""
+    """What was counted for the slots of a table, on its way to the host."""
 
-    def __init__(self, module: str, page: Page) -> None:
-        self.module, self.slots, self.on_gpu = module, list(page.slots), page.counts.is_cuda
+    def __init__(self, module: str, table: Table) -> None:
+        self.module, self.slots, self.on_gpu = module, list(table.slots), table.counts.is_cuda
         if not self.on_gpu:
-            self._counts = page.counts[:COUNTERS].clone()
+            self._counts = table.counts[:COUNTERS].clone()
             return
-        self._counts = torch.empty((COUNTERS, page.capacity), dtype=torch.int32, pin_memory=True)
-        self._counts.copy_(page.counts[:COUNTERS], non_blocking=True)
+        self._counts = torch.empty((COUNTERS, table.capacity), dtype=torch.int32, pin_memory=True)
+        self._counts.copy_(table.counts[:COUNTERS], non_blocking=True)
         self._event = torch.cuda.Event()
         self._event.record()
 
@@ -126,7 +126,7 @@ class _Copy:
                 yield name, (counts[PASSES][row], saturated, counts[SMALL][row])
 
 
-def _clips(page: Page) -> Tensor:
-    """Of each slot: whether what the last pass recorded lost more than half of its largest value."""
-    reached = page.amaxes * page.scales[QUANT]
-    return (page.amaxes < torch.inf) & (reached > 2 * page.kind.largest) & (page.counts[LOOK] == 0)
+def _clips(table: Table) -> Tensor:
+    """Of each slot: whether what the last run recorded lost more than half of its largest value."""
+    reached = table.amaxes * table.scales[QUANT]
+    return (table.amaxes < torch.inf) & (reached > 2 * table.kind.largest) & (table.counts[LOOK] == 0)

@@ -7,16 +7,17 @@ from typing import Callable
 
 from torch import nn
 
-from fp8_compile.scaling.handling import handle
-from fp8_compile.scaling.state import ScalingState, states_within
+from fp8_compile.scaling.find_state import states_within
+from fp8_compile.scaling.model_state import request
+from fp8_compile.scaling.state import ScalingState
 from fp8_compile.scaling.weight_cache import WeightCache, mark_stepped
 
-from .part import Part, Step
+from .part import Step, TrainingPart
 
 log = logging.getLogger("fp8_compile")
 
 
-class WeightCaching(Part):
+class WeightCaching(TrainingPart):
     """Weights are quantized once a step, all of them in one launch; see ``weight_cache.py``.
 
     Code that was compiled before is compiled again at its next call. Detached, code goes on with its copies, which
@@ -28,7 +29,7 @@ class WeightCaching(Part):
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         recompile(model, "with FP8 copies of its weights", unless=lambda state: state.weights is not None)
-        handle(model, self).cached = True
+        request(model, self).cached = True
 
     @property
     def caches(self) -> list[WeightCache]:
@@ -49,7 +50,7 @@ class WeightCaching(Part):
         return sum(cache.memory_bytes() for cache in self.caches)
 
     def detach(self) -> None:
-        handle(self.model, self).cached = False
+        request(self.model, self).cached = False
 
 
 def recompile(model: nn.Module, reason: str, *, unless: Callable[[ScalingState], bool]) -> None:

@@ -13,7 +13,7 @@ from .matmul import Matmul
 from .roles import Role, is_backward
 
 FORWARD, BACKWARD, FROZEN = "forward", "backward", "frozen"
-FIELDS = ("amaxes", "history", "scales", "counts")  # of a page, in the order in which ops take them
+FIELDS = ("amaxes", "history", "scales", "counts")  # of a table, in the order in which ops take them
 STATS = "stats"  # one more, where statistics are asked for
 
 
@@ -80,9 +80,9 @@ def tensor_use(site: Matmul, role: Role, part: int | None = None) -> TensorUse:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a slot lies: a row of a page. A page is a handful of tensors (``FIELDS``) for many slots."""
+    """Where a slot is stored: a row of a table. A table is a handful of tensors (``FIELDS``) for many slots."""
 
-    page: int
+    table: int
     row: int
 
 
@@ -94,13 +94,13 @@ class SlotPool(Protocol):
         ...
 
     def direction(self, tensor: TensorUse) -> str:
-        """Of the page that the place is in."""
+        """Of the table that the place is in."""
         ...
 
 
-def buffer_name(direction: str, page: int, field: str) -> str:
+def buffer_name(direction: str, table: int, field: str) -> str:
     """What a tensor of the state is called in a graph."""
-    return f"fp8_{direction}_{page}_{field}"
+    return f"fp8_{direction}_{table}_{field}"
 
 
 def state_of(graph: fx.Graph) -> dict[str, fx.Node]:

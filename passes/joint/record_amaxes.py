@@ -47,7 +47,7 @@ class RecordAmaxes(GraphPass):
             place = self.pool.place(node.meta["fp8_use"])
             if place is None:
                 continue
-            key = self.pool.direction(node.meta["fp8_use"]), place.page
+            key = self.pool.direction(node.meta["fp8_use"]), place.table
             if key not in pages:
                 largest = format_of(node.args[1]).max  # type: ignore[arg-type]
                 pages[key] = PageInGraph(graph, *key, state, self.rule, largest, held=self.held)

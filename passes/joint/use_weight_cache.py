@@ -73,7 +73,7 @@ class UseWeightCache(GraphPass):
                 continue
             place = self.weights.use(Use(argument, tensor, via))
             if place is not None:
-                known = buffers[weight_buffer(place.page, KNOWN)]
+                known = buffers[weight_buffer(place.table, KNOWN)]
                 _replace(graph, node, argument, known, place.row, buffers)
                 used += 1
         return PassReport(used, "weights read from the cache")

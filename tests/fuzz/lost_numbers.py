@@ -9,7 +9,8 @@ from typing import Iterator
 
 from torch import nn
 
-from fp8_compile.scaling.state import ScalingState, states_within
+from fp8_compile.scaling.find_state import states_within
+from fp8_compile.scaling.state import ScalingState
 
 # This warning repeats what was counted, maybe in earlier calls. The counters say which call it was.
 REPEATED = "delayed scaling lost numbers"
@@ -49,7 +50,7 @@ def counted(model: nn.Module) -> Counter[str]:
 def _as_it_was(state: ScalingState) -> Iterator[None]:
     """``stats()`` does the update that the next pass would begin with. A sequence in which someone looks after every
     call would never see that update done in compiled code, so it is undone."""
-    tensors = [getattr(page, field) for page in state.pages for field in ("amaxes", "history", "scales", "counts")]
+    tensors = [getattr(page, field) for page in state.tables for field in ("amaxes", "history", "scales", "counts")]
     kept = [tensor.clone() for tensor in tensors]
     try:
         yield

@@ -28,7 +28,7 @@ from subject import Subject
 from torch import nn
 from zoo import Entry
 
-from fp8_compile.scaling.state import states_within
+from fp8_compile.scaling.find_state import states_within
 
 Run = Callable[[Entry, nn.Module, list[Call]], list[Any]]
 LARGEST_JUMP = 1024.0  # margin and room of E4M3, 2**8, and the margin that a saturated tensor has filled, 2**2

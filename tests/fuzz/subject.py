@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from zoo import ZOO
 
 import fp8_compile
-from fp8_compile.scaling.state import states_within
+from fp8_compile.scaling.find_state import states_within
 
 SEED = 0
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from uncompiled import UncompiledBackend
 
 from fp8_compile import Config, scaling_state
-from fp8_compile.backend.runner import FIRST_PASSES
+from fp8_compile.backend.runner import FIRST_RUNS
 
 D, HIDDEN, TOKENS = 32, 48, 16
 each_target = pytest.mark.parametrize("target", ["cpu", "cuda:90"])
@@ -84,7 +84,7 @@ def test_inference_that_begins_with_zeros_is_sound_when_data_comes(target: str) 
     compiled = compiled_for(target, model)
     with torch.no_grad():
         assert not compiled(torch.zeros(TOKENS, D)).any()
-        for batch in range(FIRST_PASSES + 3):
+        for batch in range(FIRST_RUNS + 3):
             x = 1e-4 * torch.randn(TOKENS, D)
             assert 20 < snr(compiled(x), model(x)) < 60, batch
     assert scaling_state(model).state_dict() == {}, "each batch has its own scales, and leaves none behind"
@@ -174,24 +174,24 @@ def test_a_tensor_that_stays_zero_is_named_once_and_the_compiled_code_takes_over
     nn.init.zeros_(model[2].weight)  # never trained here
     compiled = compiled_for("cuda:90", model)
     with caplog.at_level(logging.WARNING, "fp8_compile"):
-        for _ in range(FIRST_PASSES):
+        for _ in range(FIRST_RUNS):
             results(compiled, torch.randn(TOKENS, D), 1.0)
         assert not caplog.records
         for _ in range(3):
             results(compiled, torch.randn(TOKENS, D), 1.0)
     (record,) = caplog.records
     message = record.getMessage()
-    assert "2#0.weight" in message and "0#0.grad_output" in message and str(FIRST_PASSES) in message
+    assert "2#0.weight" in message and "0#0.grad_output" in message and str(FIRST_RUNS) in message
     assert "input" not in message and "0#0.weight" not in message
     state = scaling_state(model).state_dict()
-    assert state["2#0.weight.scale"] == 1 and state["2#0.weight.counts"][:2].tolist() == [FIRST_PASSES + 3] * 2
+    assert state["2#0.weight.scale"] == 1 and state["2#0.weight.counts"][:2].tolist() == [FIRST_RUNS + 3] * 2
 
 
 def test_a_slot_that_was_given_up_takes_the_scale_of_the_first_amax_that_comes() -> None:
     model = mlp()
     nn.init.zeros_(model[2].weight)
     compiled = compiled_for("cuda:90", model)
-    for _ in range(FIRST_PASSES + 1):
+    for _ in range(FIRST_RUNS + 1):
         results(compiled, torch.randn(TOKENS, D), 1.0)
     with torch.no_grad():
         model[2].weight.copy_(1e-5 * torch.randn(D, HIDDEN))
@@ -208,7 +208,7 @@ def test_on_a_cpu_a_slot_without_history_is_looked_at_for_as_long_as_it_takes(ca
     nn.init.zeros_(model[2].weight)
     compiled = compiled_for("cpu", model)
     with caplog.at_level(logging.WARNING, "fp8_compile"):
-        for _ in range(FIRST_PASSES + 2):
+        for _ in range(FIRST_RUNS + 2):
             results(compiled, torch.randn(TOKENS, D), 1.0)
     assert not caplog.records
     with torch.no_grad():

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from fp8_compile import scaling_state
 from fp8_compile.kernels.delayed_scaling import ABSENT
-from fp8_compile.scaling import loss_scale as graph_loss_scale
+from fp8_compile.scaling.model_state import model_state
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -313,5 +313,7 @@ def test_a_loss_scale_changes_no_gradient_and_the_kernels_flag_the_largest() -> 
                 compiled(x).square().mean().backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
     assert all(map(torch.equal, *gradients))
-    (largest,) = graph_loss_scale._fixed[model].largest()
+    loss_scale = model_state(model).fixed_loss_scale
+    assert loss_scale is not None
+    (largest,) = loss_scale.largest()
     assert largest == max(gradient.abs().max() for gradient in gradients[1])

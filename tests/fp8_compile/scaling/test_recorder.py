@@ -126,13 +126,13 @@ def test_with_statistics_fp8_is_what_is_kept_for_backward(run: Run) -> None:
 def test_a_step_recorded_by_hand_is_labelled_and_ends_the_automatic_record(run: Run) -> None:
     recorder = run.state.recorders[0]
     lines = len(run.lines())
-    recorder.begin_pass()
-    run.state.pages[0].amaxes.fill_(1.5)  # as a pass would
+    recorder.begin_run()
+    run.state.tables[0].amaxes.fill_(1.5)  # as a pass would
     run.state.stats()  # takes the amaxes over, as whoever looks does
     run.state.record(step=70)
     assert run.lines()[-1]["step"] == 70 and run.lines()[-1]["amax"][0] == 1.5
-    recorder.begin_pass()
-    recorder.begin_pass()
+    recorder.begin_run()
+    recorder.begin_run()
     assert len(run.lines()) == lines + 1
 
 
@@ -144,15 +144,15 @@ def test_long_runs_are_thinned_out_and_lose_no_count(
         places = dict(run.state.slots())
 
     monkeypatch.setattr(pass_recorder, "LINES_BEFORE_THINNING", 8)
-    monkeypatch.setattr(pass_recorder.PassRecorder, "_write_page", lambda self: None)
+    monkeypatch.setattr(pass_recorder.RunRecorder, "_write_page", lambda self: None)
     run.state.reset_stats()
     others, run.state.recorders = run.state.recorders, []
     try:
-        recorder = pass_recorder.PassRecorder(tmp_path, Pool(), refresh)  # type: ignore[arg-type]
+        recorder = pass_recorder.RunRecorder(tmp_path, Pool(), refresh)  # type: ignore[arg-type]
         for _ in range(64):
-            recorder.begin_pass()
-            run.state.pages[0].amaxes.fill_(2.0)
-            run.state.pages[0].stats[:, 0] += 100
+            recorder.begin_run()
+            run.state.tables[0].amaxes.fill_(2.0)
+            run.state.tables[0].stats[:, 0] += 100
         recorder.finish()
     finally:
         run.state.recorders = others
@@ -167,10 +167,10 @@ def test_a_folder_that_is_gone_is_one_warning_and_training_goes_on(
 ) -> None:
     recorder = run.state.recorders[0]
     folder, recorder.folder = recorder.folder, tmp_path / "gone"
-    run.state.pages[0].amaxes.fill_(1.0)
+    run.state.tables[0].amaxes.fill_(1.0)
     with caplog.at_level("WARNING", "fp8_compile"):
         for step in range(3):
-            recorder.begin_pass()
+            recorder.begin_run()
             run.state.record(step)
     recorder.folder = folder
     assert recorder._stopped

@@ -310,14 +310,14 @@ def test_a_loaded_state_is_a_copy_that_its_owner_may_write_to() -> None:
 
 
 def test_of_several_states_none_is_changed_where_one_does_not_fit() -> None:
-    from fp8_compile.training.saved_state import SavedScaling
+    from fp8_compile.training.step_counter import StepCounter
 
     torch._dynamo.reset()
     model = nn.Sequential(mlp(), mlp())
     compiled = [torch.compile(part, backend=UncompiledBackend(Config())) for part in model]
     for part in compiled:
         part(torch.randn(8, D)).sum().backward()
-    part, before = SavedScaling(model), SavedScaling(model).state_dict()
+    part, before = StepCounter(model), StepCounter(model).state_dict()
     spoilt = {"steps": 3, "states": {name: spoiled(state) for name, state in before["states"].items()}}
     spoilt["states"]["1"]["0#0.input.scale"] = torch.tensor(-1.0)
     with pytest.raises(ValueError, match="slot 0#0.input has a scale of -1.0"):
@@ -409,7 +409,7 @@ def test_after_a_reset_the_next_pass_takes_its_scales_from_its_own_tensors(targe
 def test_a_deleted_model_takes_its_state_with_it(target: str) -> None:
     model, compiled = trained(target=target)
     watched: list[weakref.ref[Any]] = [weakref.ref(scaling_state(model)), weakref.ref(model)]
-    watched += [weakref.ref(page.history) for page in scaling_state(model).pages]
+    watched += [weakref.ref(page.history) for page in scaling_state(model).tables]
     del model, compiled
     gc.collect()
     assert [ref() is None for ref in watched] == [True] * len(watched)

@@ -1,4 +1,4 @@
-"""Slots among graphs: recompiles, breaks, modes, shared modules, checkpoints, functions and full pages."""
+"""Slots among graphs: recompiles, breaks, modes, shared modules, checkpoints, functions and full tables."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from uncompiled import UncompiledBackend
 
 from fp8_compile import Config, scaling_state
-from fp8_compile.backend import runner as delayed
-from fp8_compile.scaling import graph_slots as graph_pool
+from fp8_compile.scaling import graph_slots
 
 D = 32
 ROLES = ("input", "weight", "grad_output")
@@ -329,16 +328,16 @@ def test_a_function_of_two_models_is_compiled_again_for_another_one() -> None:
     assert snr(compiled(one, three, torch.ones(8, D)), step(one, three, torch.ones(8, D))) > 10
 
 
-# --- pages
+# --- tables
 
 
 @pytest.mark.parametrize("target", ["cpu", "cuda:90"])
 def test_a_graph_that_needs_more_slots_than_foreseen_gets_another_page(
     monkeypatch: pytest.MonkeyPatch, target: str
 ) -> None:
-    monkeypatch.setattr(delayed, "SLOTS_A_MATMUL", 1)
-    monkeypatch.setattr(delayed, "_matmuls", lambda gm: 0)
-    monkeypatch.setattr(graph_pool, "LEAST_ROWS", 8)  # where there are twelve
+    monkeypatch.setattr(graph_slots, "SLOTS_PER_MATMUL", 1)
+    monkeypatch.setattr(graph_slots, "_matmuls", lambda gm: 0)
+    monkeypatch.setattr(graph_slots, "LEAST_ROWS", 8)  # where there are twelve
     model = nn.Sequential(*(nn.Linear(D, D) for _ in range(6)))
     compiled, backend = compiled_with(model, target=target)
     for _ in range(3):
@@ -346,11 +345,11 @@ def test_a_graph_that_needs_more_slots_than_foreseen_gets_another_page(
         x = torch.randn(16, D)
         y = compiled(x)
         y.sum().backward()
-    pages = scaling_state(model).pages
-    directions = [page.kind.direction for page in pages]
+    tables = scaling_state(model).tables
+    directions = [table.kind.direction for table in tables]
     assert directions.count("forward") > 1
     assert counts(model) == {slot: [3, 3] for slot in slots_of(*map(str, range(6)))}
-    assert len(counts(model)) == sum(len(page.slots) for page in pages), "each slot lies in one page"
+    assert len(counts(model)) == sum(len(table.slots) for table in tables), "each slot lies in one table"
     assert len(backend.reports) == 1 and snr(y, model(x)) > 10
     gradient = model[0].weight.grad.clone()
     model.zero_grad()

@@ -15,8 +15,9 @@ from uncompiled import UncompiledBackend
 import fp8_compile
 from fp8_compile.kernels.delayed_scaling import DEQUANT, QUANT, cast_delayed
 from fp8_compile.kernels.gpu import quantize_many, quantize_transpose, tile
-from fp8_compile.scaling.handling import handle
-from fp8_compile.scaling.weight_cache import CachedWeight, WeightCache
+from fp8_compile.scaling.cached_weight import CachedWeight
+from fp8_compile.scaling.model_state import request
+from fp8_compile.scaling.weight_cache import WeightCache
 from fp8_compile.training.weight_caching import WeightCaching
 
 
@@ -60,7 +61,7 @@ def cache_of(model: nn.Module) -> WeightCache:
 
 def check_fresh(entry: CachedWeight, weight: torch.Tensor, cache: WeightCache) -> None:
     """The copy is that of the weight as it is now."""
-    known = cache.known[entry.place.page][:, entry.place.row]
+    known = cache.writer.known[entry.place.table][:, entry.place.row]
     assert known[DEQUANT] == 1 / known[QUANT] > 0
     check_same(entry.codes, cast_delayed(weight.detach(), known[QUANT], entry.codes.dtype))
 
@@ -93,7 +94,7 @@ def test_training_is_the_same_bit_for_bit_with_one_refresh_a_step(fused: bool) -
 def warm() -> tuple[nn.Module, Any, WeightCache]:
     """A layer that was run once."""
     model = nn.Sequential(nn.Linear(32, 48, bias=False))
-    handle(model).cached = True
+    request(model).cached = True
     compiled = torch.compile(model, backend="fp8")
     compiled(torch.randn(16, 32)).sum().backward()
     return model, compiled, cache_of(model)
@@ -173,7 +174,7 @@ def test_code_from_inductors_cache_reads_the_copies_too() -> None:
         torch._dynamo.reset()
         model = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 32, bias=False))
         backend = fp8_compile.Backend()
-        handle(model).cached = True
+        request(model).cached = True
         torch.compile(model, backend=backend)(torch.randn(16, 32)).sum().backward()
         cache = cache_of(model)
         assert backend.reports[0].cache in expected and cache.refreshes == 1
@@ -190,7 +191,7 @@ def test_the_launch_for_gpus_writes_what_the_cpu_writes(generator, target: str) 
     for _ in range(2):
         model = nn.Sequential(nn.Linear(32, 48, bias=False), nn.Linear(48, 32, bias=False))
         model.load_state_dict({key: torch.full_like(w, 0.5) for key, w in model.state_dict().items()})
-        handle(model).cached = True
+        request(model).cached = True
         compiled = torch.compile(model, backend="fp8", options={"target": target})
         compiled(torch.ones(16, 32))
         torch._dynamo.reset()
@@ -201,20 +202,20 @@ def test_the_launch_for_gpus_writes_what_the_cpu_writes(generator, target: str) 
         first, second = cache.entries.values()
         second.via = torch.bfloat16
         state = cache.state
-        state.pages[first.place.page].scales[:, first.place.row] = 0  # as if it had no history
+        state.tables[first.place.table].scales[:, first.place.row] = 0  # as if it had no history
     entries = list(on_cpu.entries.values())
     for entry, weight in zip(entries, weights):
-        on_cpu._quantize_on_cpu({entry: weight})
+        on_cpu.writer.quantize_on_cpu({entry: weight})
     with interpreted(quantize_many, quantize_transpose, tile):
-        on_gpu._quantize_on_gpu(dict(zip(on_gpu.entries.values(), weights)))
+        on_gpu.writer.quantize_on_gpu(dict(zip(on_gpu.entries.values(), weights)))
     for expected, found in zip(entries, on_gpu.entries.values()):
         check_same(found.codes, expected.codes)
         assert (found.transposed is None) == (target == "cuda:100")
         if found.transposed is not None:
             check_same(found.transposed, expected.transposed)
-        page, row = expected.place.page, expected.place.row
-        assert torch.equal(on_gpu.known[page][:, row], on_cpu.known[page][:, row])
-        assert on_gpu.state.pages[page].amaxes[row] == on_cpu.state.pages[page].amaxes[row] > 0
+        table, row = expected.at.table, expected.at.row
+        assert torch.equal(on_gpu.writer.known[table][:, row], on_cpu.writer.known[table][:, row])
+        assert on_gpu.state.tables[table].amaxes[row] == on_cpu.state.tables[table].amaxes[row] > 0
 
 
 def test_a_refresh_after_the_first_steps_copies_nothing_from_the_host(warm) -> None:
@@ -222,20 +223,20 @@ def test_a_refresh_after_the_first_steps_copies_nothing_from_the_host(warm) -> N
     _, _, cache = warm
     stale = {entry: entry.current() for entry in cache.copies()}
     with interpreted(quantize_many, quantize_transpose, tile):
-        cache._quantize_on_gpu(stale)
+        cache.writer.quantize_on_gpu(stale)
         with CalledOps() as ops:
-            cache._set_scales(stale)
+            cache.writer.set_scales(stale)
     assert not ops.from_the_host
 
 
 def test_weights_on_a_gpu_and_on_the_cpu_are_each_quantized_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(nn.Linear(32, 48, bias=False), nn.Linear(48, 32, bias=False))
-    handle(model).cached = True
+    request(model).cached = True
     torch.compile(model, backend="fp8")(torch.randn(16, 32)).sum().backward()
     cache = cache_of(model)
     here, there = cache.copies()
     weight, launched = here.current(), []
-    monkeypatch.setattr(cache, "_quantize_on_gpu", launched.append)
+    monkeypatch.setattr(cache.writer, "quantize_on_gpu", launched.append)
     here.codes.view(torch.uint8).zero_()
     elsewhere = torch.empty(there.codes.shape, device="meta")
     cache._refresh({here: weight, there: elsewhere})

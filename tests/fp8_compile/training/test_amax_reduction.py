@@ -13,7 +13,7 @@ from two_ranks import HIDDEN, WIDTH, Blocks, make_optimizer, run_two_ranks, trai
 
 import fp8_compile
 from fp8_compile.scaling.distributed_checkpoint import load_scaling_state
-from fp8_compile.scaling.handling import handle
+from fp8_compile.scaling.model_state import request
 from fp8_compile.training.amax_reduction import AmaxReduction, reduces_amaxes
 
 
@@ -119,7 +119,7 @@ def test_ranks_of_which_one_has_not_compiled_its_loss_scaling_yet_are_told(ranks
 
 def test_amaxes_of_micro_batches_are_held_until_the_update_and_backward_refuses_scales_from_after_it() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(32, 48, bias=False))
-    handle(model).held = True
+    request(model).held = True
     compiled, state = torch.compile(model, backend="fp8"), fp8_compile.scaling_state(model)
     x = torch.randn(16, 32)
     x[0, 0] = 8

@@ -12,7 +12,7 @@ from uncompiled import UncompiledBackend
 
 import fp8_compile
 from fp8_compile import scaling_state
-from fp8_compile.scaling.state import states_within
+from fp8_compile.scaling.find_state import states_within
 from fp8_compile.training.loss_scaling import LossScaling
 
 D = 32

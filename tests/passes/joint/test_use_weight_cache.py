@@ -13,7 +13,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 
 from fp8_compile import Config
 from fp8_compile.backend.graph import compile_graph
-from fp8_compile.scaling.handling import handle
+from fp8_compile.scaling.model_state import request
 
 
 class Layers(nn.Module):
@@ -34,7 +34,7 @@ def halves(target: str, cached: bool) -> tuple[fx.Graph, fx.Graph]:
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = Layers()
-    handle(model).cached = cached
+    request(model).cached = cached
     found: list[fx.Graph] = []
 
     def inner(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:

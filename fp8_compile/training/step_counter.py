@@ -1,21 +1,22 @@
-"""The part of training that counts steps and saves the scaling state with the rest."""
+"""The part of training that counts the optimizer's steps and saves them with the scaling state."""
 
 from __future__ import annotations
 
-import weakref
-from typing import Any, Mapping
+from typing import Any, Mapping, SupportsIndex
 
 from torch import nn
 
-from fp8_compile.scaling.state import ScalingState, scaling_state, states_within
-from fp8_compile.torch_internals.modules import is_compiled
+from fp8_compile.scaling.find_state import scaling_state, states_within
+from fp8_compile.scaling.model_state import model_state
+from fp8_compile.scaling.state import ScalingState
+from fp8_compile.torch_internals.modules import is_compiled, unwrap
 
-from .part import Part, Step
+from .part import Step, TrainingPart
 
 
-class SavedScaling(Part):
-    """``steps``: of the optimizer, skipped ones not; a warm-up counts these, where several optimizers train a module
-    those of the busiest. The state is saved by module."""
+class StepCounter(TrainingPart):
+    """``steps`` counts those of the optimizer, without skipped ones. A warm-up goes by it; where several optimizers
+    train a module, by the one with the most steps. The scaling state is saved by module."""
 
     name = "scaling"
 
@@ -33,7 +34,7 @@ class SavedScaling(Part):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         states, steps = state_dict.get("states"), state_dict.get("steps")
-        if not isinstance(states, Mapping) or not hasattr(steps, "__index__"):
+        if not isinstance(states, Mapping) or not isinstance(steps, SupportsIndex):
             raise TypeError(
                 f"the saved scaling has states of {type(states).__name__} and steps={steps!r}; expected what attach's "
                 "state_dict() gives: a dict by module, and a number of steps"
@@ -54,19 +55,17 @@ class SavedScaling(Part):
             ) from None
 
     def detach(self) -> None:
-        for state in self._states():
-            _counting.get(state, set()).discard(self)
-            state.steps = max((one.steps for one in _counting.get(state, ())), default=None)
+        for module in self._modules():
+            counts = model_state(module).step_counts
+            counts.discard(self)
+            scaling_state(module).steps = max((one.steps for one in counts), default=None)
 
     def _tell(self) -> None:
-        for state in self._states():
-            _counting.setdefault(state, weakref.WeakSet()).add(self)
-            state.steps = max(one.steps for one in _counting[state])
+        for module in self._modules():
+            counts = model_state(module).step_counts
+            counts.add(self)
+            scaling_state(module).steps = max(one.steps for one in counts)
 
-    def _states(self) -> list[ScalingState]:
-        """Of the model, and of modules in it that are compiled by themselves."""
-        inner = [module for module in self.model.modules() if is_compiled(module)]
-        return [scaling_state(module) for module in (self.model, *inner)]
-
-
-_counting: weakref.WeakKeyDictionary[ScalingState, weakref.WeakSet[SavedScaling]] = weakref.WeakKeyDictionary()
+    def _modules(self) -> list[nn.Module]:
+        """The model, and the modules in it that are compiled by themselves."""
+        return [self.model, *(unwrap(module) for module in self.model.modules() if is_compiled(module))]

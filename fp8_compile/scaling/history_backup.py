@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from torch import nn
 
-from .state import ScalingState, states_within
-from .table import Page
+from .find_state import states_within
+from .state import ScalingState
+from .table import Table
 
 
-class KeptHistories:
+class HistoryBackup:
     """Copies of all amax histories and scales: some kilobytes, copied by multi-tensor kernels."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -18,15 +19,15 @@ class KeptHistories:
         return list(states_within(self.model).values())
 
     def keep(self) -> None:
-        for page in self._pages():
-            page.keep()
+        for table in self._tables():
+            table.keep()
 
     def restore(self) -> None:
-        """Every page as it was when it was kept; one that was not there yet, as if no pass had been."""
-        for page in self._pages():
-            page.restore()
+        """Every table as it was when it was kept; one that was not there yet, as if no run had been."""
+        for table in self._tables():
+            table.restore()
         for state in self.states():
             state.epoch += 1  # histories that were there may be gone
 
-    def _pages(self) -> list[Page]:
-        return [page for state in self.states() for page in state.pages]
+    def _tables(self) -> list[Table]:
+        return [table for state in self.states() for table in state.tables]

@@ -1,0 +1,64 @@
+"""The FP8 copy of one weight, and how it is told that the weight has changed since the copy was made."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+
+import torch
+from torch import Tensor
+
+from fp8_compile.passes.graph.slot import Place, Slot
+from fp8_compile.torch_internals.autograd import version
+from fp8_compile.torch_internals.modules import local_part
+
+
+@dataclasses.dataclass(eq=False)
+class CachedWeight:
+    """One weight's copy. ``slot`` is None until a graph has asked for it."""
+
+    codes: Tensor
+    transposed: Tensor | None
+    slot: Slot | None = None
+    place: Place | None = None
+    via: torch.dtype | None = None  # rounded to that dtype first, as autocast does
+    weight: weakref.ref[Tensor] | None = None  # that the copy was made from, or will be
+    seen: tuple[Tensor, int, int, int] | None = None  # its memory, kept lest another get its address; that; versions
+    marked: bool = False  # as changed, whatever its version says
+    written: bool = False  # by someone who left its version as it was
+    looked: bool = False  # made with the weight's own scale, because someone else than an optimizer had replaced it
+    epoch: int = -1  # of the state, when the copy was made: replaced histories give other scales
+    primed: int = -1  # the epoch in which the slot was found to have a history
+    fingerprint: int | None = None  # of the weight, when the copy was made on a CPU
+    fingerprints: Tensor | None = None  # on a GPU: where the kernel keeps it, once for each tile
+
+    def is_stale(self, weight: Tensor, epoch: int) -> bool:
+        if self.marked or self.written or self.epoch != epoch or self.seen is None or self.current() is not weight:
+            return True
+        _, address, whole, part = self.seen
+        now = local_part(weight)
+        if now.data_ptr() != address or version(now) != part:
+            return True
+        return now is not weight and version(weight) != whole
+
+    def is_replaced(self, epoch: int) -> bool:
+        """Of a stale copy: True if someone else than an optimizer wrote its weight, which may be of any size then."""
+        return self.written or (not self.marked and self.seen is not None and self.epoch == epoch)
+
+    def made_from(self, weight: Tensor, epoch: int) -> None:
+        now = local_part(weight)
+        self.marked, self.written, self.epoch, self.weight = False, False, epoch, weakref.ref(weight)
+        self.seen = now.detach(), now.data_ptr(), version(weight), version(now)
+
+    def current(self) -> Tensor | None:
+        """That weight, while it is there."""
+        return self.weight() if self.weight is not None else None
+
+    @property
+    def at(self) -> Place:
+        """The place of the slot, once a graph has asked for the copy."""
+        assert self.place is not None, self.slot
+        return self.place
+
+    def tensors(self) -> list[Tensor]:
+        return [tensor for tensor in (self.codes, self.transposed) if tensor is not None]
