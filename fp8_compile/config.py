@@ -65,7 +65,7 @@ class Config:
         return cls(**(options or {}))
 
     def replace(self, **changes: Any) -> Config:
-        """A copy with some fields changed, checked again; a backward format that the recipe chose is chosen anew."""
+        """A copy with some fields changed, checked again; a backward format that the recipe chose is chosen again."""
         if self.backward_format == BACKWARD_FORMATS[self.recipe]:
             changes.setdefault("backward_format", None)
         return dataclasses.replace(self, **changes)
@@ -108,8 +108,8 @@ class Config:
         _check_choice("backward_format", self.backward_format, FORMATS)
         _check_choice("amax_algorithm", self.amax_algorithm, AMAX_ALGORITHMS)
         scale = self.loss_scale
-        number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
-        if not (scale is None or scale == "dynamic" or (number and 0 < scale < float("inf"))):
+        number = isinstance(scale, (int, float)) and not isinstance(scale, bool) and 0 < scale < float("inf")
+        if not (scale is None or scale == "dynamic" or number):
             raise ValueError(f"loss_scale expects None, 'dynamic' or a finite number above 0, got {scale!r}")
 
     def _check_numbers(self) -> None:

@@ -83,7 +83,7 @@ def _row(number: int, data: Any) -> Row:
     needed = {name for name, field in fields.items() if field.default is dataclasses.MISSING}
     if not isinstance(data, dict) or not needed <= set(data) <= set(fields):
         raise ValueError(f"row {number} of the report has other fields than {', '.join(fields)}")
-    values = {}
+    values: dict[str, Any] = {}
     for name, value in data.items():
         several, kinds = name in ("shape", "formats"), (int, str) if name == "shape" else (str,)
         items = value if several and isinstance(value, (list, tuple)) else [None] if several else [value]
