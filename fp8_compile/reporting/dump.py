@@ -51,7 +51,7 @@ class GraphDump:
                   joint.graphml  joint.dot       the same after all passes
                   report.json  report.txt        every matmul and what became of it
                   graphs.json                    the graphs of report.html, see graph_stages.py
-                  passes.jsonl                   amaxes and scales over time, see pass_recorder.py
+                  passes.jsonl                   amaxes and scales over time, see scaling/recorder.py
                   report.html                    all of it to look at
 
     A file is there as a whole or not at all. When the disk fails in the middle of a run, one warning is logged and
