@@ -9,6 +9,8 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet install
 BASE   := $(VENV)/.installed-base
 TEST   := $(VENV)/.installed-test
 LINT   := $(VENV)/.installed-lint
+# The package as it is installed: mypy finds passes/ and kernels/ inside of fp8_compile through these links.
+LINKED := build/lint/fp8_compile
 
 .PHONY: help demo test fuzz bench lint clean
 .DEFAULT_GOAL := help
@@ -31,8 +33,11 @@ fuzz: $(TEST)    ## search for defects for a while (SECONDS=300 each): sequences
 bench: $(TEST)   ## run every benchmark, each against its peer
 	@set -e; for script in $$(grep -l __main__ benchmarks/*.py); do echo "== $$script"; PYTHONPATH=examples $(BIN)/python $$script; done
 
-lint: $(LINT)    ## check the style
+lint: $(LINT)    ## check style (ruff) and types (mypy)
 	$(BIN)/python -m ruff check .
+	@rm -rf $(LINKED) && mkdir -p $(LINKED)
+	@ln -s $(CURDIR)/fp8_compile/* $(CURDIR)/passes $(CURDIR)/kernels $(LINKED)
+	cd build/lint && $(CURDIR)/$(BIN)/python -m mypy --config-file $(CURDIR)/pyproject.toml -p fp8_compile
 
 clean:           ## remove the virtual environment and everything built or dumped
 	rm -rf $(VENV) build dist *.egg-info fp8_dumps .pytest_cache .hypothesis .ruff_cache
@@ -53,6 +58,8 @@ $(TEST): pyproject.toml $(BASE)
 	$(PIP) --editable '.[test,bench]'
 	@touch $@
 
-$(LINT): pyproject.toml | $(BIN)/python
-	$(PIP) ruff
+# mypy reads the types of torch and of what the tests install, so these come first.
+$(LINT): pyproject.toml $(TEST)
+	@echo "installing ruff and mypy into $(VENV)"
+	$(PIP) --editable '.[lint]'
 	@touch $@

@@ -64,7 +64,7 @@ class Block(nn.Module):
 
 
 class ByteLM(nn.Module):
-    """A decoder over bytes; ``model(tokens, targets)`` is the mean cross-entropy in nats a byte."""
+    """A decoder over bytes; ``model(tokens, targets)`` is the mean cross-entropy in nats per byte."""
 
     def __init__(self, layers: int = 4, d: int = 512, heads: int = 8, hidden: int | None = None, context: int = 256):
         super().__init__()

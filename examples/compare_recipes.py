@@ -42,8 +42,8 @@ def main() -> None:
 
 
 def train(name: str, model: nn.Module, data: list[tuple[Tensor, Tensor]]) -> list[float]:
-    """Losses of a training run, one a step."""
-    torch._dynamo.reset()  # recipes in one process: each compiles for itself
+    """Train once and return the losses, one per step."""
+    torch._dynamo.reset()  # each recipe compiles for itself
     compiled = torch.compile(model) if name == FULL else torch.compile(model, backend="fp8", options={"recipe": name})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
@@ -57,16 +57,16 @@ def train(name: str, model: nn.Module, data: list[tuple[Tensor, Tensor]]) -> lis
 
 
 def print_curves(losses: dict[str, list[float]]) -> None:
-    """Losses at a few steps, a column a run."""
+    """Print the losses at a few steps, one column per run."""
     last = len(losses[FULL]) - 1
-    print("\nLoss, nats a byte, on the same batches:\n")
+    print("\nLoss, nats per byte, on the same batches:\n")
     print(f"{'step':>6}" + "".join(f"{name:>12}" for name in losses))
     for step in sorted({round(last * part / 6) for part in range(7)}):
         print(f"{step + 1:>6}" + "".join(f"{curve[step]:>12.4f}" for curve in losses.values()))
 
 
 def print_ratios(losses: dict[str, list[float]], window: int) -> None:
-    """How far each recipe is from full precision at the end."""
+    """Print how far each recipe is from full precision at the end."""
     steps = min(window, len(losses[FULL]))
     print(f"\nMean loss of the last {steps} steps, its ratio to FP32's, and the largest ratio of a single step:\n")
     full = losses[FULL][-steps:]
@@ -77,7 +77,7 @@ def print_ratios(losses: dict[str, list[float]], window: int) -> None:
 
 
 def plot(losses: dict[str, list[float]], path: Path) -> None:
-    """A PNG: the losses, and below them each recipe's difference from FP32."""
+    """Draw a PNG with the losses, and below them each recipe's difference from FP32."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -88,7 +88,7 @@ def plot(losses: dict[str, list[float]], path: Path) -> None:
         (line,) = above.plot(curve, label=name, linewidth=1)
         if name != FULL:
             below.plot([a - b for a, b in zip(curve, losses[FULL])], color=line.get_color(), linewidth=1)
-    above.set_ylabel("loss, nats a byte")
+    above.set_ylabel("loss, nats per byte")
     above.legend()
     below.set_ylabel("difference from fp32")
     below.set_xlabel("step")

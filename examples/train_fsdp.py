@@ -1,4 +1,4 @@
-"""Train a byte language model in FP8 with FSDP2: two processes on one machine, or many on many, by the same file.
+"""Train a byte language model in FP8 with FSDP2: the same file runs two processes on one machine, or many on many.
 
     torchrun --nproc-per-node 2 examples/train_fsdp.py --steps 40 --checkpoint /tmp/byte_lm
     torchrun --nproc-per-node 2 examples/train_fsdp.py --steps 80 --checkpoint /tmp/byte_lm      # goes on from there
@@ -29,7 +29,7 @@ from fp8_compile.scaling.distributed_checkpoint import load_scaling_state
 
 
 def start() -> torch.device:
-    """Join the other processes; where this one computes."""
+    """Join the other processes, and return the device of this one."""
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
@@ -57,7 +57,7 @@ def save(folder: Path, model: ByteLM, optimizer: torch.optim.Optimizer, step: in
 
 
 def load(folder: Path, model: ByteLM, optimizer: torch.optim.Optimizer) -> int:
-    """The step that was saved."""
+    """Load a checkpoint and return the step at which it was saved."""
     weights, moments = get_state_dict(model, optimizer)
     state: dict[str, Any] = {"model": weights, "optimizer": moments, "step": 0}
     dcp.load(state, checkpoint_id=folder)
@@ -101,7 +101,7 @@ def main() -> None:
     if arguments.checkpoint:
         save(arguments.checkpoint, model, optimizer, arguments.steps)
     if rank == 0 and done < arguments.steps:
-        print(f"{ranks} ranks, steps {done} to {arguments.steps}: loss {float(mean) / ranks:.4f} nats a byte")
+        print(f"{ranks} ranks, steps {done} to {arguments.steps}: loss {float(mean) / ranks:.4f} nats per byte")
         print(fp8_compile.scaling_state(model))  # how many tensors are scaled, and which of them lost numbers
     dist.destroy_process_group()
 

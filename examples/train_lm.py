@@ -135,10 +135,10 @@ def load(path: Path, runs: list[Run], generator: torch.Generator) -> None:
 
 
 def print_summary(runs: list[Run]) -> None:
-    """Losses at the end, and what FP8 needed beside them."""
+    """Print the losses at the end, and what FP8 needed for them."""
     window = min(20, len(runs[0].losses))
     full = statistics.mean(runs[0].losses[-window:])
-    print(f"\nmean loss of the last {window} steps, nats a byte, and its ratio to FP32's")
+    print(f"\nmean loss of the last {window} steps, nats per byte, and its ratio to FP32's")
     for run in runs:
         mean = statistics.mean(run.losses[-window:])
         print(f"{run.name:>6}  {mean:.4f}  {mean / full:.4f}x")
@@ -158,7 +158,7 @@ def plot(runs: list[Run], path: Path) -> None:
     figure, (losses, scales, counts) = pyplot.subplots(3, 1, figsize=(8, 10), sharex=True, height_ratios=(2, 1, 1))
     for run in runs:
         losses.plot(range(1, len(run.losses) + 1), run.losses, label=run.name, linewidth=1)
-    losses.set_ylabel("loss, nats a byte")
+    losses.set_ylabel("loss, nats per byte")
     losses.legend()
     seen = runs[-1].seen
     steps = [row["step"] for row in seen]

@@ -68,7 +68,7 @@ __all__ = [
     "save_checkpoint",
     "scaling_state",
 ]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "Backend": "backend.entry_point",

@@ -1,4 +1,4 @@
-"""What the user can choose, checked once."""
+"""The options of the backend, checked once when they are given."""
 
 from __future__ import annotations
 
@@ -60,18 +60,18 @@ class Config:
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any] | None) -> Config:
-        """The config for ``torch.compile``'s ``options``."""
+        """Return the config for the ``options`` of ``torch.compile``."""
         _check_known(options or {})
         return cls(**(options or {}))
 
     def replace(self, **changes: Any) -> Config:
-        """A copy with some fields changed, checked again; a backward format that the recipe chose is chosen anew."""
+        """Return a checked copy with some fields changed; the backward format follows the recipe unless it was set."""
         if self.backward_format == BACKWARD_FORMATS[self.recipe]:
             changes.setdefault("backward_format", None)
         return dataclasses.replace(self, **changes)
 
     def fingerprint(self) -> str:
-        """A text equal for equal configs: part of the key of Inductor's cache."""
+        """Return a text that is equal for equal configs; it is part of the key of Inductor's cache."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         fields["inductor"] = sorted((name, repr(value)) for name, value in self.inductor.items())
         fields["target"] = str(self.target)  # a set in its repr would differ from process to process
@@ -108,8 +108,8 @@ class Config:
         _check_choice("backward_format", self.backward_format, FORMATS)
         _check_choice("amax_algorithm", self.amax_algorithm, AMAX_ALGORITHMS)
         scale = self.loss_scale
-        number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
-        if not (scale is None or scale == "dynamic" or (number and 0 < scale < float("inf"))):
+        number = isinstance(scale, (int, float)) and not isinstance(scale, bool) and 0 < scale < float("inf")
+        if not (scale is None or scale == "dynamic" or number):
             raise ValueError(f"loss_scale expects None, 'dynamic' or a finite number above 0, got {scale!r}")
 
     def _check_numbers(self) -> None:

@@ -1,4 +1,4 @@
-"""The report: every matmul of a model, what became of it, and why."""
+"""The report: what became of every matmul of a model, and why."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Report:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Report:
-        """The inverse of :meth:`to_dict`; a ValueError where something is missing or of another type."""
+        """Invert :meth:`to_dict`; a ValueError says if something is missing or of another type."""
         rows = data.get("rows") if isinstance(data, dict) else None
         if not isinstance(rows, list):
             raise ValueError(f"the report's rows are {type(rows).__name__}; expected a list")
@@ -83,7 +83,7 @@ def _row(number: int, data: Any) -> Row:
     needed = {name for name, field in fields.items() if field.default is dataclasses.MISSING}
     if not isinstance(data, dict) or not needed <= set(data) <= set(fields):
         raise ValueError(f"row {number} of the report has other fields than {', '.join(fields)}")
-    values = {}
+    values: dict[str, Any] = {}
     for name, value in data.items():
         several, kinds = name in ("shape", "formats"), (int, str) if name == "shape" else (str,)
         items = value if several and isinstance(value, (list, tuple)) else [None] if several else [value]
@@ -94,7 +94,7 @@ def _row(number: int, data: Any) -> Row:
 
 
 def merge(reports: Sequence[Report], *, cache: str) -> Report:
-    """One report for all graphs of a model."""
+    """Join the reports of all graphs of a model."""
     if not reports:
         raise ValueError("no graph was traced: the model ran nothing that torch.compile captures")
     rows = tuple(row for report in reports for row in report.rows)
@@ -102,7 +102,7 @@ def merge(reports: Sequence[Report], *, cache: str) -> Report:
 
 
 def _reasons_by_module(rows: Iterable[Row]) -> list[tuple[str, str]]:
-    """(modules, reason) pairs, each reason once; many modules with one reason are counted."""
+    """Return (modules, reason) pairs with each reason once; if many modules share a reason they are counted."""
     modules: dict[str, dict[str, None]] = collections.defaultdict(dict)
     for row in rows:
         modules[row.reason][row.module or "(root)"] = None
@@ -113,6 +113,6 @@ def _reasons_by_module(rows: Iterable[Row]) -> list[tuple[str, str]]:
 
 
 def align(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table with its columns under each other."""
+    """Return the lines of a table with aligned columns."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]

@@ -43,7 +43,7 @@ class Target:
 
     @classmethod
     def parse(cls, text: str) -> Target:
-        """The target called ``text``; an unknown one is an error that lists what there is."""
+        """Return the target called ``text``; an unknown one is an error that lists the known ones."""
         if text == "cpu":
             return CPU
         if isinstance(text, str) and (match := re.fullmatch(r"cuda:(\d+)", text)):
@@ -61,7 +61,7 @@ class Target:
 
     @classmethod
     def of_device(cls, device: torch.device) -> Target:
-        """The target that stands for a device of this machine."""
+        """Return the target for a device of this machine."""
         if device.type == "cpu":
             return CPU
         if device.type == "cuda" and torch.version.hip:
@@ -75,12 +75,12 @@ class Target:
 def _cuda(capability: int) -> Target:
     # cuBLAS has 1x128 and 128x128 block scales on Hopper only.
     recipes = RECIPES_EVERYWHERE | {"rowwise"} | ({"blockwise"} if capability == 90 else set())
-    # cuBLASLt wants K contiguous ("TN") on Ada, Hopper, and on the Blackwells of workstations, 12.x.
+    # cuBLASLt needs K contiguous ("TN") on Ada, Hopper, and on the Blackwells of workstations, 12.x.
     return Target(
         f"cuda:{capability}",
         recipes=frozenset(recipes),
         reads_any_layout=capability // 10 == 10,
-        # torch._scaled_grouped_mm. It lets 10.0 pass too, for MXFP8 alone: torch's own tests ask FP8 of 9.0 only.
+        # torch._scaled_grouped_mm accepts 10.0 too, but only for MXFP8: torch's own tests use FP8 on 9.0 only.
         grouped=capability == 90,
     )
 

@@ -39,7 +39,7 @@ ROOMS = {
     "cli": {"reporting"},
 }
 # Modules beside the rooms that stand on one of them.
-ON_ROOMS = {"__init__", "__main__", "hugging_face", "lightning"}
+ON_ROOMS = {"__init__", "__main__", "hugging_face", "lightning", "sharded_checkpoint"}
 # Where private parts of other packages may be named, and of which packages they are private.
 BEHIND_THE_WALL = ("fp8_compile/torch_internals", "kernels/inductor", "kernels/gpu")
 OTHERS = ("torch", "triton", "transformers", "lightning", "torchao")

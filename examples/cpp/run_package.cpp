@@ -2,7 +2,7 @@
 //
 //   run_package model.pt2 4 64        one float32 input [4, 64], its elements sin(0), sin(1), sin(2)...
 //
-// Prints every element of every result, a line each. CMakeLists.txt builds it; compare.py compares what it prints.
+// Prints every element of every result, one per line. CMakeLists.txt builds it; compare.py compares what it prints.
 #include <ATen/ops/arange.h>
 #include <c10/core/InferenceMode.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>

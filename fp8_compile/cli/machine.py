@@ -1,4 +1,4 @@
-"""What this machine can do, tried out rather than read off: the checks behind ``fp8-compile doctor``."""
+"""The checks of ``fp8-compile doctor``: what this machine can do, found out by trying it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Check:
 
 
 def examine(*, compile_a_model: bool = False) -> list[Check]:
-    """All checks in order; one that breaks is red with what it broke of."""
+    """Run all checks in order; a check that raises is reported as bad, with its error."""
     tried: list[Callable[[], Check]] = [
         python, pytorch, triton, cpu, amx, bf16, compiler, headers, cpu_kernels, cache, gpu
     ]  # fmt: skip
@@ -77,9 +77,8 @@ def triton() -> Check:
 
 
 def cpu() -> Check:
-    fields = dict(
-        (part.strip() for part in line.split(":", 1)) for line in _cpuinfo().splitlines() if ":" in line
-    )  # the last processor stands for all
+    lines = [line.partition(":") for line in _cpuinfo().splitlines() if ":" in line]
+    fields = {name.strip(): value.strip() for name, _, value in lines}  # the last processor stands for all
     flags = [flag for flag in CPU_FLAGS if flag in fields.get("flags", "").split()]
     model = fields.get("model name") or platform.processor() or platform.machine()
     found = f"{model}, {os.cpu_count()} cores: {', '.join(flags) or 'none of ' + ', '.join(CPU_FLAGS)}"
@@ -96,7 +95,7 @@ def _cpuinfo() -> str:
 
 
 def amx() -> Check:
-    """The probe of oneDNN's AMX path; it runs once a machine, in a process of its own."""
+    """Probe oneDNN's AMX path; the probe runs once per machine, in a process of its own."""
     verdict = onednn.guard()
     name = "oneDNN and AMX"
     if verdict is onednn.Verdict.CAPPED:
@@ -109,7 +108,7 @@ def amx() -> Check:
 
 
 def bf16() -> Check:
-    """A product in a process of its own: bad code would kill this one."""
+    """Multiply in a process of its own, because bad code would kill this one."""
     command = [sys.executable, *onednn.PROBE_COMMAND[1:]]
     done = subprocess.run(command, capture_output=True, text=True, timeout=onednn.PROBE_TIMEOUT_SECONDS)
     if done.returncode:
@@ -138,7 +137,7 @@ def headers() -> Check:
 
 
 def cpu_kernels() -> Check:
-    """Build or load them, and let them round a tensor."""
+    """Build or load the CPU kernels, and let them round a tensor."""
     from fp8_compile.kernels.cpu.library import library
     from fp8_compile.kernels.cpu.quantize import cast_op, scales_op
     from fp8_compile.kernels.formats import E4M3

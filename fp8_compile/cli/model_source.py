@@ -77,7 +77,7 @@ def _call(spec: str, made: Any) -> Call:
     if not isinstance(kwargs, dict):
         got = type(kwargs).__name__
         raise TypeError(f"{spec}() returned {got} in third place; expected a dict of keyword arguments")
-    return model, args if isinstance(args, (tuple, list)) else (args,), kwargs
+    return model, tuple(args) if isinstance(args, (tuple, list)) else (args,), kwargs
 
 
 def parse_input(text: str) -> torch.Tensor:

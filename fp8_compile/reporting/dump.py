@@ -1,4 +1,4 @@
-"""Dumps: what the passes made of one compiled graph, in files a person or a program can read."""
+"""Dumps: what the compiler passes did to one graph, in files that people and programs can read."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("fp8_compile")
 
 WHOLE_GRAPHS = ("joint", "inference")  # phases before the graph is split
-REWRITES = ("RewriteMatmuls", "ShareQuantizes")  # after the last of these a graph shows best what was rewritten
+REWRITES = ("RewriteMatmuls", "ShareQuantizes")  # the graph after the last of these shows best what was rewritten
 LONGEST_PASS_NAME = 80  # a file name may have 255 bytes
 
 
@@ -42,20 +42,20 @@ class _Step(NamedTuple):
 
 
 class GraphDump:
-    """One compiled graph's folder::
+    """The folder of one compiled graph::
 
-        graph_000/joint.00_before.py             the graph as it came
+        graph_000/joint.00_before.py             the graph as it came in
                   joint.01_rewrite_matmuls.py    after each pass that changed it
                   joint.01_rewrite_matmuls.diff  and what that pass changed
                   joint.before.graphml  .dot     see precision_graph.py
                   joint.graphml  joint.dot       the same after all passes
                   report.json  report.txt        every matmul and what became of it
                   graphs.json                    the graphs of report.html, see graph_stages.py
-                  passes.jsonl                   amaxes and scales over time, see pass_recorder.py
-                  report.html                    all of it to look at
+                  passes.jsonl                   amaxes and scales over time, see scaling/recorder.py
+                  report.html                    all of it as a page to look at
 
-    A file is there as a whole or not at all. When the disk fails in the middle of a run, one warning is logged and
-    the dump does nothing from then on: training goes on.
+    A file is written completely or not at all. When the disk fails in the middle of a run, one warning is logged and
+    the dump writes nothing from then on; training continues.
     """
 
     def __init__(self, path: Path, names: Names | None = None) -> None:
@@ -69,15 +69,15 @@ class GraphDump:
 
     @classmethod
     def create(cls, folder: str | os.PathLike[str], names: Names | None = None) -> GraphDump:
-        """Take the next free ``folder/graph_NNN``; ``folder`` is made where it does not exist. ``names`` knows
-        which module wrote a node."""
-        # Absolute: a script that changes directory between two compiles still gets one folder.
+        """Take the next free ``folder/graph_NNN``, and create ``folder`` if it does not exist. ``names`` knows
+        which module a node comes from."""
+        # Absolute: a script that changes directory between two compilations still gets one folder.
         root = Path(os.path.abspath(os.path.expanduser(folder)))
         try:
             root.mkdir(parents=True, exist_ok=True)
             for number in itertools.count():
                 path = root / f"graph_{number:03d}"
-                # mkdir either makes the folder or fails, so two processes never get the same one.
+                # mkdir either creates the folder or fails, so two processes never get the same one.
                 with contextlib.suppress(FileExistsError):
                     path.mkdir()
                     return cls(path, names)
@@ -100,7 +100,7 @@ class GraphDump:
             self._capture("before", "As it came", graph)
 
     def ran(self, phase: str, pass_name: str, graph: fx.Graph, changed: bool) -> None:
-        """Write the graph after a pass that changed it, and the difference; :meth:`started` has come before."""
+        """Write the graph after a pass that changed it, and the difference. :meth:`started` was called before."""
         if self._stopped:
             return
         if phase in WHOLE_GRAPHS and pass_name in REWRITES and "lowered" not in self._stages:
@@ -130,16 +130,16 @@ class GraphDump:
 
     @property
     def trains(self) -> bool:
-        """Whether the graph has a backward."""
+        """True if the graph has a backward."""
         return "joint" in self._latest
 
     @staticmethod
     def refresh_page(folder: Path) -> None:
-        """Make the page of a dump folder again, with what was recorded since."""
+        """Write the page of a dump folder again, with what was recorded since."""
         refresh(folder)
 
     def write_report(self, report: Report) -> None:
-        """Write the report and the page; again, where a graph comes later."""
+        """Write the report and the page; called again when a later graph, such as a backward, has been compiled."""
         self._report = report
         data = {**report.to_dict(), **self._figures(report)}
         self._write("report.json", json.dumps(data, indent=2) + "\n")
@@ -149,7 +149,7 @@ class GraphDump:
             self._save("report.html", lambda path: write_page(self.path, path))
 
     def _figures(self, report: Report) -> dict[str, Any]:
-        """What the page shows beside the rows."""
+        """Return what the page shows in addition to the rows."""
         sites = {row.node for row in report.rewritten}
         for stage in self._stages.values():
             name_slots(stage, self.slot_names)
@@ -177,7 +177,7 @@ class GraphDump:
         self._save(name, lambda path: path.write_text(text, encoding="utf-8", errors="backslashreplace"))
 
     def _save(self, name: str, write: Callable[[Path], object]) -> None:
-        """Write beside the file and move it into place, so that a viewer never reads half of it."""
+        """Write to a temporary file and move it into place, so that a viewer never reads half of it."""
         if self._stopped:
             return
         path, part = self.path / name, self.path / f".{name}.part"
@@ -192,7 +192,7 @@ class GraphDump:
 
 
 def readable(graph: fx.Graph) -> str:
-    """The graph as Python, each value with its dtype, shape and strides (``_scaled_mm`` is particular about those)."""
+    """Return the graph as Python, each value with dtype, shape and strides (``_scaled_mm`` depends on those)."""
     owner = graph.owning_module
     if owner is not None and owner.graph is graph:
         text = owner.print_readable(print_output=False, include_stride=True)

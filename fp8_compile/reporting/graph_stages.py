@@ -1,7 +1,7 @@
 """Compiled graphs as columns of plain data: what the report page draws.
 
-A stage is one graph at one moment: ``before`` (as it came), ``rewritten`` (quantizes and FP8 gemms in place),
-``lowered`` (after all passes), ``forward`` and ``backward`` (after the split). In JSON, with every text an index into
+A stage is one graph at one moment: ``before`` (as it came in), ``rewritten`` (quantizes and FP8 gemms in place),
+``lowered`` (after all passes), ``forward`` and ``backward`` (after the split). In JSON every text is an index into
 ``strings``:
 
     {"strings": ["", "mm", "bf16", ...],
@@ -44,12 +44,12 @@ class Stage:
         return {name: index for index, name in enumerate(self.columns["name"])}
 
     def is_symbolic(self, index: int) -> bool:
-        """Whether its bytes are unknown because a size is."""
+        """True if the bytes of a node are unknown because one of its sizes is."""
         return not self.columns["bytes"][index] and any(map(str.isalpha, self.columns["shape"][index]))
 
 
 def capture(graph: fx.Graph, id: str, title: str, names: Names | None = None) -> Stage:
-    """The graph as it is now; ``names`` knows the modules of nodes that the rewrite did not touch, and parameters."""
+    """Record the graph as it is now. ``names`` knows parameters, and the modules of nodes that were not rewritten."""
     columns: dict[str, list[Any]] = {field: [] for field in (*TEXTS, "bytes")}
     inputs: list[list[int]] = []
     index_of: dict[fx.Node, int] = {}
@@ -72,39 +72,39 @@ def capture(graph: fx.Graph, id: str, title: str, names: Names | None = None) ->
 
 
 def mark_sites(stage: Stage, gemms: Mapping[str, str], rewritten: set[str]) -> None:
-    """Note what became known when the graph was rewritten, after ``before`` was captured: which nodes are ``gemms`` of
-    the report (node -> which gemm). A plain product that stands for an FP8 one (tiles on a CPU are scaled before they
-    are multiplied) counts as such."""
+    """Mark the nodes that are ``gemms`` of the report (node -> which gemm). That is known only after the rewrite, when
+    ``before`` has been captured already. A plain product that replaces an FP8 gemm (on a CPU, tiles are scaled before
+    they are multiplied) counts as an FP8 gemm."""
     columns = stage.columns
     for index, name in enumerate(columns["name"]):
         if name in gemms and stage.id == "before":
             columns["site"][index], columns["gemm"][index] = name, gemms[name]
-            if columns["kind"][index] == "view":  # one of two products that are one operation: where it is taken out
+            if columns["kind"][index] == "view":  # the getitem of an operation that computes two products
                 columns["kind"][index] = "matmul"
         elif columns["kind"][index] == "matmul" and columns["site"][index] in rewritten:
             columns["kind"][index] = "fp8_matmul"
 
 
 def name_slots(stage: Stage, names: Mapping[str, str]) -> None:
-    """Call quantized tensors what the scaling state calls them, once the graph is compiled; others have no name."""
+    """Give quantized tensors the names that the scaling state has for them, known once the graph is compiled."""
     column = stage.columns["slot"]
     column[:] = [slot if slot in names.values() else names.get(slot, "") for slot in column]
 
 
 def slots_by_site(stage: Stage) -> dict[str, list[str]]:
-    """Matmul -> the tensors that its FP8 gemms read, left and right, as the scaling state calls them."""
+    """Return, for each matmul, the slots of the tensors that its FP8 gemms read, left and right."""
     found: dict[str, dict[str, None]] = collections.defaultdict(dict)
     kinds, slots = stage.columns["kind"], stage.columns["slot"]
     for index, kind in enumerate(kinds):
         if kind == "fp8_matmul":
             for operand in stage.inputs[index][:2]:
-                if (quantize := _quantize_behind(stage, operand)) is not None and slots[quantize]:
+                if (quantize := _quantize_of(stage, operand)) is not None and slots[quantize]:
                     found[stage.columns["site"][index]][slots[quantize]] = None
     return {site: list(names) for site, names in found.items()}
 
 
-def _quantize_behind(stage: Stage, index: int) -> int | None:
-    """The quantize that an FP8 operand comes from, through views and copies in another layout."""
+def _quantize_of(stage: Stage, index: int) -> int | None:
+    """Return the quantize that an FP8 operand comes from, through views and copies in another layout."""
     while stage.columns["kind"][index] != "quantize":
         if not stage.inputs[index]:
             return None
@@ -113,9 +113,9 @@ def _quantize_behind(stage: Stage, index: int) -> int | None:
 
 
 def saved_for_backward(graph: fx.Graph) -> dict[str, int] | None:
-    """What a forward graph keeps for its backward, in bytes: ``all``, ``fp8`` of them, and ``fp8_before``, what those
-    would be in the dtype that they were quantized from. Parameters and inputs are there anyway and don't count.
-    None: not a forward graph, or a size is known only when it runs."""
+    """Return how many bytes a forward graph keeps for its backward: ``all`` of them, those in ``fp8``, and
+    ``fp8_before``, which is what the latter would take in the dtype that they were quantized from. Parameters and
+    inputs exist anyway and do not count. None if it is not a forward graph, or if a size is known only at run time."""
     output = graph.output_node()
     saved = saved_positions(output)
     if not saved:
@@ -135,8 +135,8 @@ def saved_for_backward(graph: fx.Graph) -> dict[str, int] | None:
 
 
 def _width_before(node: fx.Node) -> int:
-    """Bytes an element of the tensor that an FP8 one was made from: the largest that enters what the rewrite put there
-    for this matmul."""
+    """Return the bytes per element of the tensor that an FP8 tensor was quantized from: the largest tensor that enters
+    the nodes which the rewrite inserted for this matmul."""
     site, sources = node.meta.get("fp8_site"), []
     queue, seen = [node], {node}
     for one in queue:

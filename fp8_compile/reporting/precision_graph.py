@@ -37,12 +37,12 @@ PRECISION_NAMES = {
     torch.float4_e2m1fn_x2: "fp4_e2m1",
 }
 
-# The Okabe-Ito palette: told apart by colour-blind readers too.
+# The Okabe-Ito palette, which colour-blind readers can tell apart too.
 KIND_COLOURS = {"matmul": "#E69F00", "fp8_matmul": "#009E73", "quantize": "#56B4E9", "dequantize": "#CC79A7"}
 PRECISION_COLOURS = {"fp8": "#009E73", "fp4": "#F0E442", "bf16": "#0072B2", "fp16": "#0072B2", "fp32": "#D55E00"}
 NO_COLOUR = "#999999"
 
-# What XML 1.0 forbids or changes on the way, what breaks a line, and the backslash, so that no two names become one.
+# What XML 1.0 forbids or changes, what breaks a line, and the backslash, so that different names stay different.
 _UNPRINTABLE = re.compile("[\\\\\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff\ufffe\uffff]")
 
 
@@ -59,7 +59,7 @@ def to_networkx(graph: fx.Graph) -> nx.DiGraph:
     result = nx.DiGraph()
     for node in graph.nodes:
         name, producers = printable(node.name), [printable(producer.name) for producer in node.all_input_nodes]
-        # Uses come after definitions, so the producers are there already.
+        # Uses come after definitions, so the producers have been added already.
         phase = phase_of(node, {result.nodes[producer]["phase"] for producer in producers})
         result.add_node(name, **attributes(node), phase=phase)
         result.add_edges_from((producer, name) for producer in producers)
@@ -67,8 +67,8 @@ def to_networkx(graph: fx.Graph) -> nx.DiGraph:
 
 
 def write_graphml(graph: fx.Graph, path: str | os.PathLike[str]) -> None:
-    """Write what ``networkx.read_graphml`` reads back as :func:`to_networkx` made it (yEd and Gephi open it too)."""
-    # Not write_graphml: that one takes lxml where it happens to be installed, a second writer to be wrong in.
+    """Write GraphML that ``networkx.read_graphml`` reads back unchanged; yEd and Gephi open it too."""
+    # Not nx.write_graphml: it uses lxml where that is installed, which would be a second writer to test.
     nx.write_graphml_xml(to_networkx(graph), path)
 
 
@@ -86,7 +86,7 @@ def write_dot(graph: fx.Graph, path: str | os.PathLike[str]) -> None:
 
 
 def attributes(node: fx.Node) -> dict[str, str | int]:
-    """All of the above but the phase."""
+    """Return the attributes that :func:`to_networkx` lists, except the phase."""
     tensors = tensors_of(node)
     return {
         "label": printable(node.name),
@@ -143,7 +143,7 @@ def _target_name(target: Any) -> str:
 
 
 def tensors_of(node: fx.Node) -> list[torch.Tensor]:
-    """The tensors that a node gives, as the tracer knows them."""
+    """Return the tensors that a node computes, as the tracer knows them."""
     return [leaf for leaf in pytree.tree_leaves(node.meta.get("val")) if isinstance(leaf, torch.Tensor)]
 
 
@@ -158,7 +158,7 @@ def _static_bytes(tensors: list[torch.Tensor]) -> int:
 
 
 def phase_of(node: fx.Node, producers: set[str]) -> str:
-    """Where a node runs; ``producers``: where its inputs do."""
+    """Return the phase in which a node runs, given the phases of its inputs."""
     tag = node.meta.get("partitioner_tag") or ""  # "is_forward", "must_be_in_backward", ...
     if tag or node.op == "output":
         return next((phase for phase in ("forward", "backward") if tag.endswith(phase)), "")
@@ -171,7 +171,7 @@ def _precision_colour(precision: str) -> str:
 
 
 def printable(text: object) -> str:
-    """Text that XML, JSON and a terminal take as it is."""
+    """Return text that XML, JSON and a terminal accept as it is."""
     return _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), str(text))
 
 

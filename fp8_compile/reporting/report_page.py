@@ -23,7 +23,7 @@ KEPT = {"amax": "largest", "scale": "last", "elements": "sum", "overflow": "sum"
 
 
 def refresh(folder: Path) -> Path:
-    """Make the page of a dump folder anew, with what was recorded since; its path."""
+    """Write the page of a dump folder again, with what was recorded since, and return its path."""
     path = folder / "report.html"
     part = folder / ".report.html.part"
     try:
@@ -40,7 +40,7 @@ def write_page(folder: Path, path: Path) -> None:
 
 
 def load(folder: Path) -> dict[str, Any]:
-    """What the page shows, from the files of a dump folder; only ``report.json`` must be there."""
+    """Read what the page shows from the files of a dump folder; only ``report.json`` must exist."""
     report = read_json(folder / "report.json")
     graphs = folder / "graphs.json"
     return {
@@ -52,7 +52,7 @@ def load(folder: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file, or a ValueError that says what is wrong with it."""
+    """Read a JSON object from a file; a ValueError says what is wrong with it."""
     return json_files.read_json(path, "Expected an object as fp8_compile dumps it: dump again")
 
 
@@ -76,7 +76,7 @@ def source(name: str) -> str:
 
 
 def embedded(data: Any) -> str:
-    """JSON that no HTML parser takes for markup, whatever names are in it: ``<`` can't end the script element."""
+    """Return JSON that no HTML parser takes for markup, whatever names it holds: ``<`` can't end the script element."""
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
@@ -131,14 +131,14 @@ def _buckets(moments: Sequence[Any], most: int) -> list[Sequence[Any]]:
 
 
 def _joined(how: str, values: Sequence[Any]) -> Any:
-    """Several moments as one, so that the worst is still seen: Inf and NaN, else the largest, sum, least, last."""
+    """Join several moments so that the worst can still be seen: Inf and NaN, else the largest, sum, least or last."""
     known = [value for value in values if value is not None]
     bad = [value for value in known if isinstance(value, str)]
     if not known:
         return None
     if how == "last" or len(known) == 1:
         return known[-1]
-    if how == "least":  # noise of nothing is "inf" or "nan", which is no trouble
+    if how == "least":  # the noise of an empty tensor is "inf" or "nan", which is harmless
         numbers = [value for value in known if not isinstance(value, str)]
         return min(numbers) if numbers else known[-1]
     if bad:

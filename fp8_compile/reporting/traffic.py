@@ -1,7 +1,7 @@
 """How many bytes the gemms move, before and after: an estimate from the sizes of tensors.
 
 Before:  sum over rewritten matmuls of  bytes(left) + bytes(right) + bytes(result)
-After:   the same of the FP8 gemms that replace them, and what it takes to make their operands:
+After:   the same for the FP8 gemms that replace them, and what it takes to quantize their operands:
          writes   bytes of FP8 tensors and scales, where quantizes are fused with what computes the tensor
          reads    and of the tensors that they are made from, where each is a kernel of its own
 
@@ -18,13 +18,13 @@ from .graph_stages import Stage
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """Bytes of one pass over the graph. After the rewrite it lies between ``after_fused`` and ``after_apart``."""
+    """Bytes that one run of the graph moves. After the rewrite they are between ``after_fused`` and ``after_apart``."""
 
     gemms_before: int
     gemms_after: int
     quantize_writes: int
     quantize_reads: int
-    uncounted: int  # matmuls with a size that is known only when they run
+    uncounted: int  # matmuls with a size that is known only at run time
     by_site: dict[str, tuple[int, int]]  # matmul -> bytes of its gemms before and after
 
     @property
@@ -45,7 +45,7 @@ class Traffic:
 
 
 def estimate(before: Stage, rewritten: Stage, sites: set[str]) -> Traffic:
-    """``sites``: names in ``before`` of the matmuls that were rewritten."""
+    """Estimate the bytes of the matmuls in ``sites``, the names in ``before`` of those that were rewritten."""
     symbolic = {site for site in sites if _has_symbol(before, before.by_name[site])}
     counted = sites - symbolic
     by_site = {site: (_moved(before, before.by_name[site]), 0) for site in sorted(counted)}
@@ -82,5 +82,5 @@ def _has_symbol(stage: Stage, index: int) -> bool:
 
 
 def _is_taken_out(stage: Stage, index: int) -> bool:
-    """Whether a node is one result of an operation with several."""
+    """True if a node is one result of an operation with several."""
     return bool(stage.columns["target"][index] == "_operator.getitem")
