@@ -90,11 +90,11 @@ class ScalingState:
     @property
     def weights(self) -> WeightCache | None:
         """FP8 copies of the model's weights, where an optimizer is attached."""
-        from .weight_cache import WeightCache
-
         if not self._requests.cached:
             self._weights = None
         elif self._weights is None:
+            from .weight_cache import WeightCache  # it hooks into every optimizer, so only where it is used
+
             self._weights = WeightCache(self)
         return self._weights
 
