@@ -17,7 +17,7 @@ log = logging.getLogger("fp8_compile")
 
 
 class Backend:
-    """The backend as an object to ask: ``backend.reports`` has one report a compiled graph."""
+    """The backend as an object to ask: ``backend.reports`` has one report per compiled graph."""
 
     __name__ = "fp8"
 

@@ -27,7 +27,7 @@ def explain(
     kwargs: Mapping[str, Any] | None = None,
     config: Config | None = None,
 ) -> Report:
-    """The report for ``model(*args, **kwargs)``: one row a matmul of forward and backward. ``str()`` is a table.
+    """The report for ``model(*args, **kwargs)``: one row per matmul of forward and backward. ``str()`` is a table.
 
     The model runs on fake tensors: no number is computed, nothing is changed; it may be on the meta device. Only where
     its Python code looks at values (``if x.max() > 0``, data-dependent routing) does a copy that shares its parameters

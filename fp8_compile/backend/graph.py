@@ -263,7 +263,7 @@ def _has_gradient(item: Any) -> bool:
 
 
 def _device(example_inputs: Sequence[Any]) -> torch.device:
-    """Where the graph runs: an accelerator if any input is on one (scalars may lie on the CPU)."""
+    """Where the graph runs: an accelerator if any input is on one (scalars may be on the CPU)."""
     devices = [item.device for item in example_inputs if isinstance(item, torch.Tensor)]
     return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 

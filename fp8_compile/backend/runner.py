@@ -31,7 +31,7 @@ from fp8_compile.torch_internals.graphs import is_fake
 
 log = logging.getLogger("fp8_compile")
 
-FIRST_RUNS = 8  # a slot that saw only zeros in as many runs is left at a scale of 1
+FIRST_RUNS = 8  # a slot that saw only zeros in its first runs is left at a scale of 1
 
 Code = Callable[..., Any]
 
@@ -80,7 +80,7 @@ class Runner:
         if self.fresh is not None:
             self.fresh(args)
         if not self.trains and (copies := self.state.weights) is not None:
-            # Who evaluates a model may have put other weights into it through .data, which no version counter tells.
+            # To evaluate a model, users put other weights into it through .data, which no version counter tells.
             copies.distrust()
         if self.tables and is_recomputation():
             with self._hidden():

@@ -23,7 +23,7 @@ class CachedWeight:
     place: Place | None = None
     via: torch.dtype | None = None  # rounded to that dtype first, as autocast does
     weight: weakref.ref[Tensor] | None = None  # that the copy was made from, or will be
-    seen: tuple[Tensor, int, int, int] | None = None  # its memory, kept lest another get its address; that; versions
+    seen: tuple[Tensor, int, int, int] | None = None  # see made_from()
     marked: bool = False  # as changed, whatever its version says
     written: bool = False  # by someone who left its version as it was
     looked: bool = False  # made with the weight's own scale, because someone else than an optimizer had replaced it
@@ -46,6 +46,7 @@ class CachedWeight:
         return self.written or (not self.marked and self.seen is not None and self.epoch == epoch)
 
     def made_from(self, weight: Tensor, epoch: int) -> None:
+        """The copy was made now. The memory of the weight is kept, so that no other tensor gets its address."""
         now = local_part(weight)
         self.marked, self.written, self.epoch, self.weight = False, False, epoch, weakref.ref(weight)
         self.seen = now.detach(), now.data_ptr(), version(weight), version(now)

@@ -1,4 +1,4 @@
-"""Whoever asked for FP8 and gets none is told so, once per model, with the reason and what to do about it."""
+"""Tell a user who asked for FP8 and gets none, once per model, with the reason and what to do about it."""
 
 from __future__ import annotations
 

@@ -71,12 +71,12 @@ class GraphPool:
 
     @property
     def frozen(self) -> bool:
-        """Whether the graph only reads scales that somebody has fixed."""
+        """True if the graph only reads scales that the user has fixed."""
         return FROZEN in self._kinds
 
     def make_room(self, direction: str, room: int) -> None:
-        """Another table unless the last one has that many rows left. It is large enough for some graphs more: those on
-        other sides of graph breaks give each other room after a jump only if they share it."""
+        """Add a table unless the last one has that many rows left. It has room for several graphs: those on the two
+        sides of a graph break give each other room after a jump only if they share a table."""
         kind, tables = self._kinds[direction], self._tables[direction]
         last = self.state.tables[tables[-1]] if tables else None
         if last is None or last.capacity - len(last.slots) < room:

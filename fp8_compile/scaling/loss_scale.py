@@ -42,7 +42,7 @@ class GraphLossScale:
             tensors[FACTORS].data.copy_(torch.tensor([value, 1.0 / value], dtype=torch.float32))
 
     def largest(self) -> list[Tensor]:
-        """The largest gradients that left a graph since :meth:`clear`, one a device, [1] fp32."""
+        """The largest gradients that left a graph since :meth:`clear`, one per device, [1] fp32."""
         return [tensors[OVERFLOW] for tensors in self._tensors.values()]
 
     def clear(self) -> None:

@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fp8_compile")
 
-LINES_BEFORE_THINNING = 512  # then as many again of every second run, and so on
+LINES_BEFORE_THINNING = 512  # then the same number of lines for every second run, and so on
 FILE = "passes.jsonl"
 
 
 class RunRecorder:
-    """Records one graph's slots. :meth:`begin_run` is called before each run, :meth:`record` by whoever knows better
-    when a step ends."""
+    """Records one graph's slots. :meth:`begin_run` is called before each run, :meth:`record` by a user
+    who knows better when a step ends."""
 
     def __init__(self, folder: Path, pool: GraphPool, show: Callable[[Path], object]) -> None:
         """``show`` makes the page of the folder again, with what was recorded since."""
@@ -99,7 +99,7 @@ class RunRecorder:
         for slot, place in self.places.items():
             amaxes, scales, runs, newest, stats = (column[place.row] for column in tables[place.table])
             if amaxes == ABSENT and runs > self._runs_of[slot]:
-                amaxes = newest  # somebody has looked at the state since, which takes the amaxes over
+                amaxes = newest  # someone has looked at the state since, which takes the amaxes over
             self._runs_of[slot] = runs
             counted = [now - then for now, then in zip(stats, self._counted[slot])]
             if counted[0] < 0:  # reset_stats() was called
@@ -140,7 +140,7 @@ class RunRecorder:
             return
         try:
             self._show(self.folder)
-        except (OSError, ValueError) as error:  # ValueError: somebody has edited the files
+        except (OSError, ValueError) as error:  # ValueError: someone has edited the files
             self._stop(error)
 
     def _stop(self, error: Exception) -> None:

@@ -122,8 +122,8 @@ def check_length(slot: str, row: Row, length: int) -> None:
 
 
 def _may_have(model: nn.Module | None, slot: str) -> bool:
-    """Whether a slot that no graph has asked for yet can be one of this model: by the first part of its name, since
-    modules kept in plain lists and the like have names that the model does not know."""
+    """True if a slot that no graph has asked for yet can be one of this model. The first part of its name decides,
+    since modules kept in plain lists and the like have names that the model does not know."""
     first = re.split(r"[.\[]", slot.rpartition("#")[0])[0]
     return model is None or not first or hasattr(model, first)
 

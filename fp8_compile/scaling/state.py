@@ -56,8 +56,8 @@ class ScalingState:
         self._parts: dict[str, tuple[Any, int]] = {}  # frame -> its newest compilation, and how many graphs that made
         self.frozen: dict[str, float] | None = None  # by slot or layer: up to which magnitude inference holds inputs
         self.gradient_unit = 1.0  # the loss scale: gradients inside graphs are that many times as large
-        self.steps: int | None = None  # of the optimizer; None: nobody counts them
-        self.epoch = 0  # goes up when histories are replaced: whoever believed that they were there looks again
+        self.steps: int | None = None  # of the optimizer; None: no one counts them
+        self.epoch = 0  # goes up when histories are replaced: what relied on them has to look again
         self.updates = 0  # of all tables at once, where amaxes are held until the optimizer's step
         self._weights: WeightCache | None = None
         self._codes: list[CodeType] = []  # of frames that were compiled with this state
@@ -90,11 +90,11 @@ class ScalingState:
     @property
     def weights(self) -> WeightCache | None:
         """FP8 copies of the model's weights, where an optimizer is attached."""
-        from .weight_cache import WeightCache
-
         if not self._requests.cached:
             self._weights = None
         elif self._weights is None:
+            from .weight_cache import WeightCache  # it hooks into every optimizer, so only where it is used
+
             self._weights = WeightCache(self)
         return self._weights
 
@@ -103,7 +103,7 @@ class ScalingState:
             self._codes.append(code)
 
     def recompile(self) -> bool:
-        """Have Dynamo compile again what was compiled with this state; whether there was any."""
+        """Have Dynamo compile again what was compiled with this state. Return True if there was any."""
         codes, self._codes = self._codes, []
         for code in codes:
             reset_code(code)
@@ -122,7 +122,7 @@ class ScalingState:
                     table.set_unit(unit)
 
     def slots(self) -> Iterator[tuple[Slot, Place]]:
-        """Every slot and where it lies."""
+        """Every slot and its place."""
         for index, table in enumerate(self.tables):
             for row, slot in enumerate(table.slots):
                 yield slot, Place(index, row)
@@ -151,8 +151,8 @@ class ScalingState:
         self.checked(state_dict)()
 
     def checked(self, state_dict: Mapping[str, Tensor]) -> Callable[[], None]:
-        """Raise where a saved state does not fit; the function that comes back takes it over. Whoever loads several
-        states checks all of them first."""
+        """Raise where a saved state does not fit; the function that is returned takes it over. To load several states,
+        check all of them first."""
         places = {str(slot): place for slot, place in self.trained()}
         rows = self._saved.renamed(read_slots(state_dict), places)
         check_fits(rows, {slot: self.tables[place.table].kind.length for slot, place in places.items()}, self.model)
@@ -226,7 +226,7 @@ class ScalingState:
         self.epoch += 1
 
     def stats(self) -> StatsTable:
-        """One row a slot: what was saturated, what was flushed to zero, amax, scale, signal to quantization noise."""
+        """One row per slot: what was saturated, what was flushed to zero, amax, scale, signal to quantization noise."""
         self.settle()
         return StatsTable(self._stats_rows())
 
@@ -242,7 +242,7 @@ class ScalingState:
         return f"{slot} (frozen)" if table.kind.direction == FROZEN else str(slot)
 
     def __repr__(self) -> str:
-        """What a user wants to know first: whether there is anything, and whether numbers were lost."""
+        """What a user wants to know first: how many tensors there are, and which of them lost numbers."""
         return in_words(self.stats())
 
     def reset_stats(self) -> None:

@@ -89,7 +89,7 @@ def stats_row(slot: str, table: Table, row: int) -> StatsRow:
 
 
 def in_words(rows: StatsTable) -> str:
-    """Whether there is anything, and which tensors lost numbers."""
+    """Say how many tensors there are, and which of them lost numbers."""
     if not rows:
         return f"ScalingState of no tensors: {WHY_EMPTY}"
     lost = [row for row in rows if row.saturated or row.small]

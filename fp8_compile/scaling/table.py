@@ -69,7 +69,7 @@ class Table:
             tensor.data.zero_()
 
     def look(self, rows: list[int], on: bool) -> None:
-        """Whether the tensors of some slots are scaled by their own amax, whatever is known of them."""
+        """Have the tensors of some slots scaled by their own amax, whatever is known of them; or no longer."""
         self.counts.data[LOOK, rows] = int(on)
 
     def freeze(self, row: int, reach: float) -> None:

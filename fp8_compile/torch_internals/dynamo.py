@@ -100,7 +100,7 @@ def real_input(node: fx.Node) -> Any:
 
 
 def resolved(source: Any) -> Any:
-    """The value behind a source; None for sources that only exist at run time (symbolic sizes, ephemeral values)."""
+    """The value that a source leads to; None where it only exists at run time (symbolic sizes, ephemeral values)."""
     try:
         return translator().output.resolve_source_value(source)
     except Exception:

@@ -1,4 +1,4 @@
-"""The part of training that gives every rank the same scales: one all-reduce of all amaxes a step.
+"""The part of training that gives every rank the same scales: one all-reduce of all amaxes per step.
 
     amaxes[slot] = max over ranks and over the micro-batches of the step
     found_inf    = max over ranks, in the same message
@@ -30,7 +30,7 @@ SETTINGS = ("max", "local")
 
 
 def reduces_amaxes(setting: str | None) -> bool:
-    """What the setting means here; None: by whether there are several ranks."""
+    """True if amaxes are reduced over ranks. None means: where there are several ranks."""
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 0
     if setting is None:
         return ranks > 1
@@ -62,7 +62,7 @@ class AmaxReduction(TrainingPart):
             step.found_inf = layout.found_inf()
 
     def before_step(self, step: Step) -> None:
-        if not step.not_finite:  # otherwise what was recorded is forgotten by who skips
+        if not step.not_finite:  # otherwise LossScaling undoes what was recorded
             self._update()
 
     def reduce(self) -> None:
@@ -94,7 +94,7 @@ class AmaxReduction(TrainingPart):
 
 
 class _Layout:
-    """Where the slots of all states lie in one tensor: [hash, -hash, found_inf, slots by name, nothing ...] as int32.
+    """Where the slots of all states are in one tensor: [hash, -hash, found_inf, slots by name, nothing ...] as int32.
 
     As integers a NaN is above all numbers and the mark of an absent slot below all. The hash is the same on all ranks
     if it is both the largest and the smallest.
@@ -106,7 +106,7 @@ class _Layout:
         self, names: list[str], states: dict[str, ScalingState], device: torch.device | None, looks: bool
     ) -> None:
         """``device``: of the message where there are no slots, as under other recipes; NCCL sends none from a CPU.
-        ``looks``: whether steps are skipped for gradients that are not finite, on all ranks or on none."""
+        ``looks``: steps are skipped for gradients that are not finite, on all ranks or on none."""
         self.names, self.looks = names, looks
         self.tables = [table for state in states.values() for table in state.tables]
         starts, total = [], 0
@@ -155,6 +155,6 @@ class _Layout:
         return self.message[self.FIRST : self.FIRST + len(self.names)]
 
     def _amaxes(self) -> Tensor:
-        """Of all tables one behind the other, as integers; a copy."""
+        """The amaxes of all tables one after the other, as integers; a copy."""
         amaxes: list[Tensor] = [table.amaxes.data for table in self.tables]
         return torch.cat(amaxes).view(torch.int32) if amaxes else self.message[:0].clone()

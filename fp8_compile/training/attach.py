@@ -41,7 +41,7 @@ class Training:
         self.model, self.optimizer, self.parts = model, optimizer, parts
         self.skipped_steps = 0
         self._step: Step | None = None
-        self._noted = False  # whether anything of the model runs in FP8
+        self._noted = False  # the user has been told if nothing of the model runs in FP8
         self._hidden: list[tuple[Tensor, Tensor]] = []  # parameters and their gradients, while a step is skipped
         self._hooks = StepHooks(optimizer, self._prepare, self._finish, self._fail, self._again)
         _trainings[optimizer] = weakref.ref(self)
@@ -170,7 +170,7 @@ def attach(
                         step with gradients that are not finite, doubled after 2000 good steps; a :class:`LossScaler`
                         sets other numbers. Such steps are skipped, as if they had never been.
     ``master_weights``  keep the 16-bit parameters in FP32 for the optimizer.
-    ``weight_cache``    quantize weights once a step of the optimizer, not in every forward.
+    ``weight_cache``    quantize weights once per step of the optimizer, not in every forward.
     ``saturation``      ``"skip"``: skip a step in which a gradient lost more than half of its largest value because
                         its scale was too old. None: such steps count, and the log says so.
     ``amax_reduction``  ``"max"``: every rank of ``process_group`` (None: all) has the scales of all of them.
@@ -191,9 +191,9 @@ def attach(
     scaler = loss_scale if isinstance(loss_scale, LossScaler) else None
     setting = "dynamic" if isinstance(loss_scale, LossScaler) else Config(loss_scale=loss_scale).loss_scale
     scaling = LossScaling(module, setting, scaler)
-    # In this order. Before the decision, who raises found_inf comes before who reduces it over ranks. After the step,
-    # masters are rounded into the weights before anyone reads those. What changes amaxes does so in before_step:
-    # LossScaling keeps a copy of them in after_step.
+    # The order matters. Before the decision, parts that raise found_inf come before the one that reduces it over ranks.
+    # After the step, masters are rounded into the weights before anything reads those. Parts that change amaxes do so
+    # in before_step, because LossScaling keeps a copy of them in after_step.
     parts: list[TrainingPart] = [StepCounter(module), scaling]
     if master_weights:
         names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}

@@ -110,7 +110,7 @@ class LossScaling(TrainingPart):
         self.backup.keep()
 
     def _follow(self, step: Step) -> None:
-        """What the scaler does on the device, done here too: so nobody has to wait for the result."""
+        """Do here what the scaler does on the device, so that no one has to wait for its result."""
         scaler, value = self.scaler, self.value
         assert scaler is not None and step.found_inf is not None
         scaler.note(step.optimizer, step.found_inf)

@@ -1,7 +1,7 @@
 """FP32 master weights for 16-bit models: the optimizer updates them, the model gets them rounded.
 
     master <- optimizer(master, float(gradient))        FP32, inside ``optimizer.step()``
-    weight <- bf16(master)                              behind it
+    weight <- bf16(master)                              after it
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class MasterWeights(TrainingPart):
             self._handles.append(StepHooks(optimizer, *(functools.partial(method, step) for method in methods)))
 
     def fp32_params(self) -> list[Tensor]:
-        """What the optimizer updates, in its order: masters, and parameters that are no 16-bit ones themselves."""
+        """What the optimizer updates, in its order: masters, and parameters that are not 16-bit themselves."""
         self._adopt()
         return [self._masters.get(parameter, parameter) for parameter in self._parameters()]
 

@@ -21,13 +21,13 @@ class Step:
     """One ``optimizer.step()``."""
 
     optimizer: Optimizer
-    found_inf: Tensor | None = None  # [] fp32, above 0: a gradient is not finite. None: nobody looked
+    found_inf: Tensor | None = None  # [] fp32, above 0: a gradient is not finite. None: no one looked
     saturated: bool = False  # a gradient lost too much, and such steps are to be skipped
     skipped: bool = False
 
     @property
     def not_finite(self) -> bool:
-        """Whether it is skipped because of a gradient that is not finite: then nothing it recorded is kept."""
+        """True if it is skipped because of a gradient that is not finite: then nothing that it recorded is kept."""
         return self.skipped and not self.saturated
 
 

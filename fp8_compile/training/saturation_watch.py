@@ -1,7 +1,7 @@
 """The part of training that says when a scale did not fit: a tensor was saturated, or too small for its scale.
 
 The update of the scales counts that anyway, for every slot and step. Here the counts are read now and then, from a GPU
-by a copy that nobody waits for, and what is new is logged.
+by a copy that no one waits for, and what is new is logged.
 
 ``skip``: a step in which a gradient lost more than half of its largest value is left out, as one with a gradient that
 is not finite. The scales keep what they learned, so that the next step fits. That takes a look at the device in every
@@ -28,7 +28,7 @@ from .part import Step, TrainingPart
 
 log = logging.getLogger("fp8_compile")
 
-EVERY = 8  # steps between two looks, after as many steps with a look each
+EVERY = 8  # steps between two looks; each of the first 8 steps has one
 SHOWN = 5  # slots in a line of the log
 
 
@@ -112,7 +112,7 @@ class _Copy:
         self._event.record()
 
     def is_there(self) -> bool:
-        """Whether it is a copy that had to be waited for, and has come."""
+        """True for a copy from a GPU that has arrived."""
         return self.on_gpu and self._event.query()
 
     def losses(self) -> Iterator[tuple[str, tuple[int, int, int]]]:
@@ -127,6 +127,6 @@ class _Copy:
 
 
 def _clips(table: Table) -> Tensor:
-    """Of each slot: whether what the last run recorded lost more than half of its largest value."""
+    """For each slot, True if what the last run recorded lost more than half of its largest value."""
     reached = table.amaxes * table.scales[QUANT]
     return (table.amaxes < torch.inf) & (reached > 2 * table.kind.largest) & (table.counts[LOOK] == 0)

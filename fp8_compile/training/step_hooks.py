@@ -41,7 +41,7 @@ class StepHooks:
             handle.remove()
 
     def _begin(self) -> None:
-        self._depth = 0  # of a step that failed, more
+        self._depth = 0  # a step that failed has left more
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         self._depth += 1
@@ -79,8 +79,8 @@ class StepHooks:
 
 
 class OnFailure:
-    """``fail()`` where a method of an optimizer raises, whoever it was: the optimizer, a closure, another hook;
-    ``begin()`` at each call from outside.
+    """Calls ``fail()`` where a method of an optimizer raises, be it the optimizer itself, a closure or another hook;
+    and ``begin()`` at each call from outside.
 
     Torch has no hook for that. The method is replaced on the instance, by a bound one, as schedulers do with ``step``
     and as they expect it.

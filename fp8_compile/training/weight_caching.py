@@ -1,4 +1,4 @@
-"""The part of training that keeps FP8 copies of the weights, renewed once a step of the optimizer."""
+"""The part of training that keeps FP8 copies of the weights, renewed once per step of the optimizer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = logging.getLogger("fp8_compile")
 
 
 class WeightCaching(TrainingPart):
-    """Weights are quantized once a step, all of them in one launch; see ``weight_cache.py``.
+    """Weights are quantized once per step, all of them in one launch; see ``weight_cache.py``.
 
     Code that was compiled before is compiled again at its next call. Detached, code goes on with its copies, which
     are renewed whenever a weight has changed; what is compiled from then on has none.
@@ -37,8 +37,8 @@ class WeightCaching(TrainingPart):
         return [cache for cache in found if cache is not None]
 
     def after_step(self, step: Step) -> None:
-        # Whoever wrote the new weights, master weights for instance, may have done it past the version counters. Only
-        # those of this optimizer: others may wait for a backward that reads the copies as they are.
+        # The new weights may have been written past the version counters, by master weights for instance. Only those
+        # of this optimizer are marked: others may wait for a backward that reads the copies as they are.
         if not step.skipped:
             mark_stepped(step.optimizer)
 
