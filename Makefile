@@ -9,8 +9,6 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet install
 BASE   := $(VENV)/.installed-base
 TEST   := $(VENV)/.installed-test
 LINT   := $(VENV)/.installed-lint
-# The package as it is installed: mypy finds passes/ and kernels/ inside of fp8_compile through these links.
-LINKED := build/lint/fp8_compile
 
 .PHONY: help demo test fuzz bench lint clean
 .DEFAULT_GOAL := help
@@ -32,6 +30,9 @@ fuzz: $(TEST)    ## search for defects for a while (SECONDS=300 each): sequences
 
 bench: $(TEST)   ## run every benchmark, each against its peer
 	@set -e; for script in $$(grep -l __main__ benchmarks/*.py); do echo "== $$script"; PYTHONPATH=examples $(BIN)/python $$script; done
+
+# The package as it is installed: mypy finds passes/ and kernels/ inside of fp8_compile through links.
+LINKED := build/lint/fp8_compile
 
 lint: $(LINT)    ## check style (ruff) and types (mypy)
 	$(BIN)/python -m ruff check .
@@ -61,5 +62,5 @@ $(TEST): pyproject.toml $(BASE)
 # mypy reads the types of torch and of what the tests install, so these come first.
 $(LINT): pyproject.toml $(TEST)
 	@echo "installing ruff and mypy into $(VENV)"
-	$(PIP) --editable '.[lint]'
+	$(PIP) $(WITH_TORCH) --editable '.[lint]'
 	@touch $@

@@ -135,8 +135,8 @@ def saved_for_backward(graph: fx.Graph) -> dict[str, int] | None:
 
 
 def _width_before(node: fx.Node) -> int:
-    """Return the bytes per element of the tensor that an FP8 tensor was quantized from: the largest tensor that enters
-    the nodes which the rewrite inserted for this matmul."""
+    """Bytes an element of the tensor that an FP8 one was made from: the largest that enters what the rewrite put there
+    for this matmul."""
     site, sources = node.meta.get("fp8_site"), []
     queue, seen = [node], {node}
     for one in queue:
