@@ -26,10 +26,11 @@ from fp8_compile.backend.module_names import ModuleNames
 from fp8_compile.config import Config
 from fp8_compile.kernels.cpu import ahead_of_time
 from fp8_compile.packing.calibration import Calibration
+from fp8_compile.packing.formats import FORMATS
 from fp8_compile.packing.linear_layers import unwrapped
-from fp8_compile.packing.pack import FORMATS, pack
-from fp8_compile.packing.packed_linear import FP8Linear
-from fp8_compile.packing.packed_weight import NVFP4Parts
+from fp8_compile.packing.pack import pack
+from fp8_compile.packing.packed_linear import PackedLinear
+from fp8_compile.packing.packed_weight import PackedWeight
 from fp8_compile.report import Report
 from fp8_compile.torch_internals.graphs import pytree
 from fp8_compile.torch_internals.inductor import compile_ahead_of_time
@@ -119,7 +120,7 @@ def _packed(
         if given:
             raise ValueError(f"{', '.join(given)}: for packing, but weights=None packs nothing; say weights='nvfp4'")
         return root
-    if weights not in FORMATS:
+    if weights not in tuple(FORMATS):
         raise ValueError(f"weights={weights!r} is unknown; expected None or one of: {', '.join(FORMATS)}")
     twin = copy.deepcopy(root)
     pack(twin, weights, calibration=calibration, **{"progress": False, **options})
@@ -131,11 +132,9 @@ def _check_model(model: nn.Module) -> None:
         if tensor.device.type != "cpu":
             raise ValueError(f"{name} is on {tensor.device}; export is for CPUs so far: move the model with .cpu()")
     for name, layer in model.named_modules():
-        if isinstance(layer, NVFP4Parts) and layer.layout != "interleaved":
-            raise ValueError(
-                f"{name}: NVFP4 with block_size={layer.block_size} and activations={layer.activations!r} has no CPU "
-                "kernel to export; pack it with block_size=16 and activations=None or 'int8'"
-            )
+        reason = layer.reason_against_export() if isinstance(layer, PackedWeight) else None
+        if reason is not None:
+            raise ValueError(f"{name}: {reason}")
 
 
 def _names(model: nn.Module) -> ModuleNames:
@@ -196,7 +195,7 @@ def _summary(calibration: Calibration | None, packed: nn.Module) -> dict[str, An
     """Of each layer: how many rows it saw, the largest element, and how its inputs are scaled where they are."""
     if calibration is None:
         return None
-    inputs = {name: layer.inputs for name, layer in packed.named_modules() if isinstance(layer, FP8Linear)}
+    inputs = {name: layer.inputs for name, layer in packed.named_modules() if isinstance(layer, PackedLinear)}
     return {
         name: {
             "rows": calibration.tokens(name),

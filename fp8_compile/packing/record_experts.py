@@ -24,7 +24,7 @@ def recording_experts(
     modules: dict[int, tuple[nn.Module, dict[str, str]]] = {}
     for name, stack in stacks.items():
         modules.setdefault(id(stack.module), (stack.module, {}))[1][stack.name] = name
-    configs = {id(module.config): module.config for module, _ in modules.values()}
+    configs: dict[int, Any] = {id(module.config): module.config for module, _ in modules.values()}
     implementations = [(config, config._experts_implementation) for config in configs.values()]
     classes = [(module, type(module)) for module, _ in modules.values()]
     try:

@@ -28,7 +28,7 @@ NO_WEIGHT = re.compile("bias|embed|token|pos|scale|norm")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def other_weights(root: nn.Module, known: set[int]) -> dict[str, tuple[tuple[int, ...], str]]:
+def unpacked_weights(root: nn.Module, known: set[int]) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shape and reason of each parameter that is a matrix or a stack of them, by its dotted name; ``known`` are the ids
     of the parameters that have a row already."""
     found = {}

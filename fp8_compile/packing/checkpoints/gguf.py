@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from fp8_compile.kernels.nvfp4 import e2m1
 from fp8_compile.kernels.nvfp4.weight import NVFP4Weight
-from fp8_compile.packing.packed_linear import PackedLinear
+from fp8_compile.packing.packed_weight import Matrix
 
 SUPERBLOCK = 64
 ROTATED = ("llama", "mistral")  # whose q and k llama.cpp permutes
@@ -41,14 +41,15 @@ def superblocks(codes: Tensor, block_scales: Tensor) -> Tensor:
 def write_gguf(
     root: nn.Module,
     path: pathlib.Path,
-    packed: Mapping[str, PackedLinear],
-    weights: Mapping[str, NVFP4Weight],
+    packed: Mapping[str, Matrix],
     others: Mapping[str, Tensor],
 ) -> None:
+    """Write the packed weights and the other tensors of a model to one file."""
     try:
         import gguf
     except ModuleNotFoundError:
         raise ModuleNotFoundError("layout='gguf' needs the gguf package: pip install gguf") from None
+    weights = {name: one for name, one in packed.items() if isinstance(one, NVFP4Weight)}
     odd = [name for name in packed if name not in weights or weights[name].columns % SUPERBLOCK]
     if odd:
         raise ValueError(f"{', '.join(odd)}: GGUF holds NVFP4 with K a multiple of 64; exclude the layer from packing")
@@ -91,7 +92,7 @@ def write_gguf(
 def _settings(root: nn.Module) -> dict[str, Any]:
     """The model's configuration, by the names that most models of transformers have: a GPT-2 maps its own to them."""
     config = getattr(root, "config", None)
-    if not hasattr(config, "to_dict"):
+    if config is None or not hasattr(config, "to_dict"):
         return {}
     settings = config.to_dict()
     settings.update({name: getattr(config, name) for name in config.attribute_map})

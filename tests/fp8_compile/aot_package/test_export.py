@@ -444,14 +444,14 @@ def test_a_packed_weight_that_is_read_by_hand_is_refused_with_its_layers_name(tm
 def test_a_write_that_fails_leaves_what_was_there(
     exported: Exported, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module, path = sys.modules["fp8_compile.export"], tmp_path / "model.pt2"
+    module, path = sys.modules["fp8_compile.aot_package.export"], tmp_path / "model.pt2"
 
-    def fail(path: str, **_: Any) -> None:
-        pathlib.Path(path).write_bytes(b"half of it")
+    def fail(path: pathlib.Path, *_: Any) -> None:
+        path.write_bytes(b"half of it")
         raise OSError("disk full")
 
     path.write_bytes(b"before")
-    monkeypatch.setattr(module, "package_pt2", fail)
+    monkeypatch.setattr(module, "write_package", fail)
     with pytest.raises(OSError, match="disk full"):
         module._write(path, [], fp8_compile.load(exported.path).manifest)
     assert path.read_bytes() == b"before" and list(tmp_path.iterdir()) == [path]

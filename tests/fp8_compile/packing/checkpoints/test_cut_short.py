@@ -27,8 +27,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 import fp8_compile
-import fp8_compile.export
-from fp8_compile.package_manifest import Manifest, here
+import fp8_compile.aot_package.export
+from fp8_compile.aot_package.manifest import Manifest, here
 from fp8_compile.report import Report
 
 root = pathlib.Path(sys.argv[1])
@@ -63,11 +63,11 @@ def pack_folder(number):
     fp8_compile.pack_folder(root / "source", root / f"pack_{number}", progress=False)
 
 def export():
-    module = sys.modules["fp8_compile.export"]
-    def half(path, **options):
-        pathlib.Path(path).write_bytes(b"half of it")
+    module = sys.modules["fp8_compile.aot_package.export"]
+    def half(path, files, extra_files):
+        path.write_bytes(b"half of it")
         die()
-    module.package_pt2 = half
+    module.write_package = half
     report = Report((), "packed", "cpu")
     manifest = Manifest(**here(), cpu_features=(), weights=None, options={}, report=report, inputs=(), ranges={})
     module._write(root / "export" / "model.pt2", [], manifest)
@@ -248,7 +248,7 @@ def test_a_folder_that_can_not_be_written_to_keeps_what_it_has(write: str, tmp_p
             elif write == "pack_folder":
                 pack_folder(source, target, progress=False)
             else:
-                sys.modules["fp8_compile.export"]._write(target / "model.pt2", [], None)  # type: ignore[arg-type]
+                sys.modules["fp8_compile.aot_package.export"]._write(target / "model.pt2", [], None)  # type: ignore[arg-type]
     finally:
         kept.chmod(0o755)
     assert looks_whole(kept) and is_of(kept, 0)
