@@ -12,8 +12,6 @@ import copy
 import logging
 import os
 import pathlib
-import shutil
-import tempfile
 from typing import Any, Iterator, Mapping, Sequence
 
 import torch
@@ -35,6 +33,7 @@ from fp8_compile.report import Report
 from fp8_compile.torch_internals.graphs import pytree
 from fp8_compile.torch_internals.inductor import compile_ahead_of_time
 from fp8_compile.torch_internals.packages import write_package
+from fp8_compile.whole_files import written_in_scratch
 
 from .inputs import PLAIN, describe
 from .manifest import FILE, Manifest, here
@@ -157,7 +156,7 @@ def _compiled(program: ExportedProgram, names: ModuleNames, config: Config) -> t
         "joint_custom_pre_pass": with_users("joint_custom_pre_pass", joint, config.inductor),
         "post_grad_custom_pre_pass": with_users("post_grad_custom_pre_pass", split, config.inductor),
     }
-    args, kwargs = program.example_inputs  # type: ignore[misc]
+    args, kwargs = program.example_inputs
     with torch.no_grad(), _library_path(library.parent):
         files = compile_ahead_of_time(gm, args, kwargs, configs)
     report = Report(tuple(joint.rows), "packed", "cpu", cache="off")
@@ -181,14 +180,9 @@ def _library_path(folder: pathlib.Path) -> Iterator[None]:
 
 
 def _write(path: pathlib.Path, files: list[Any], manifest: Manifest) -> None:
-    """Beside its name first, in a folder of its own: the archive's inner names come from the file's."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = pathlib.Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-    try:
-        write_package(scratch / path.name, files, {FILE: manifest.to_json()})
-        os.replace(scratch / path.name, path)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+    """Write it under its own name in another folder first: the archive's inner names come from the file's."""
+    with written_in_scratch(path) as scratch:
+        write_package(scratch, files, {FILE: manifest.to_json()})
 
 
 def _summary(calibration: Calibration | None, packed: nn.Module) -> dict[str, Any] | None:

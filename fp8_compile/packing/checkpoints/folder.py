@@ -22,10 +22,11 @@ from fp8_compile.json_files import read_json
 from fp8_compile.kernels.nvfp4.quantize import METHODS
 from fp8_compile.packing.formats import NVFP4
 from fp8_compile.selection import Selection
-from fp8_compile.whole_files import DTYPES, SafetensorsWriter, whole_file, write_json
+from fp8_compile.whole_files import whole_file, write_json
 
 from .files import INDEX, open_tensors, remove_others, shard_files
 from .layouts import Described, Layout
+from .safetensors_writer import DTYPES, SafetensorsWriter
 
 FORMAT = NVFP4
 # Parts of a name that say that a matrix is looked up in, or too small and too important to round.

@@ -10,7 +10,6 @@ says that it has none: llama.cpp then takes and gives numbers of tokens. Its con
 
 from __future__ import annotations
 
-import os
 import pathlib
 import warnings
 from typing import Any, Callable, Mapping
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from fp8_compile.kernels.nvfp4 import e2m1
 from fp8_compile.kernels.nvfp4.weight import NVFP4Weight
 from fp8_compile.packing.packed_weight import Matrix
+from fp8_compile.whole_files import written_beside
 
 SUPERBLOCK = 64
 ROTATED = ("llama", "mistral")  # whose q and k llama.cpp permutes
@@ -53,14 +53,13 @@ def write_gguf(
     odd = [name for name in packed if name not in weights or weights[name].columns % SUPERBLOCK]
     if odd:
         raise ValueError(f"{', '.join(odd)}: GGUF holds NVFP4 with K a multiple of 64; exclude the layer from packing")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.part")
     settings = _settings(root)
     architecture = ARCHITECTURES.get(settings.get("model_type", ""), settings.get("model_type", "fp8_compile"))
     renamed = _names(gguf, architecture, settings)
     _look_at_rotary(settings)
-    writer = gguf.GGUFWriter(part, architecture)
-    try:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with written_beside(path) as part:
+        writer = gguf.GGUFWriter(part, architecture)
         _add_settings(writer, settings)
         writer.add_tokenizer_model("no_vocab")  # or llama.cpp loads nothing
         for name, tensor in others.items():
@@ -83,10 +82,6 @@ def write_gguf(
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-        os.replace(part, path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
 
 
 def _settings(root: nn.Module) -> dict[str, Any]:

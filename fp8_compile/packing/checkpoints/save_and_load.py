@@ -21,12 +21,13 @@ from fp8_compile.packing.linear_layers import linear_layers, parameter_of, unwra
 from fp8_compile.packing.packed_experts import PackedStack, replace_stack
 from fp8_compile.packing.packed_linear import PackedLinear
 from fp8_compile.packing.packed_weight import Matrix, PackedWeight
-from fp8_compile.whole_files import write_json, write_safetensors
+from fp8_compile.whole_files import write_json
 
 from .experts import ExpertNames, join_plain, joined, part_of, split_plain
 from .files import INDEX, read_tensors, read_with_files, remove_others
 from .fit import check_activations, check_experts, check_layer, check_others
 from .packed_layers import LAYOUTS, Stored, check_whole, packed_layers, read_layers
+from .safetensors_writer import write_safetensors
 
 SHARD_BYTES = 5_000_000_000
 __all__ = ["load_checkpoint", "packed_stacks", "read_tensors", "save_checkpoint"]
