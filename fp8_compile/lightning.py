@@ -37,7 +37,7 @@ class Fp8Callback(Callback):
         self.training = attach(pl_module, trainer.optimizers[0], **self.options)
         if self._loaded:
             # Lightning has loaded the optimizer already, but without masters: rounded to 16 bits.
-            if self.training.master_weights is not None:
+            if self.training.master_weights is not None and self._optimizer_state is not None:
                 self.training.optimizer.load_state_dict(self._optimizer_state)
             self.training.load_state_dict(self._loaded)
         self._loaded = self._optimizer_state = None

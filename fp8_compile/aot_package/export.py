@@ -57,7 +57,7 @@ def export(
     inductor: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Report | ExportedProgram:
-    """Write a package that ``fp8_compile.load``, or libtorch's ``AOTIModelPackageLoader``, runs; a row a matmul.
+    """Write a package that ``fp8_compile.load``, or libtorch's ``AOTIModelPackageLoader``, runs, and return a report.
 
     ``weights``: "nvfp4" or "fp8" packs a copy of the model first, with ``calibration`` and with ``options``, which are
     ``pack``'s; None takes the model as it is, packed or not. Products with packed weights run from the packed form,

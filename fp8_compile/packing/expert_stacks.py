@@ -2,7 +2,7 @@
 
     gate_up_proj, or up_proj where there is no gate; down_proj          [E, N, K], or [E, K, N] where is_transposed
 
-Known by what ``use_experts_implementation`` (transformers/integrations/moe.py) leaves on a module.
+They are known by what ``use_experts_implementation`` (transformers/integrations/moe.py) leaves on a module.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ FUSED = (
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The plain module behind a compiled one."""
+    """The plain module inside a compiled one."""
     module = unwrap(model)
     if not isinstance(module, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, plain or compiled, got {type(model).__name__}")
@@ -93,7 +93,7 @@ def reason_against_packing(layer: nn.Module) -> str | None:
 
 
 def fused_groups(names: Iterable[str]) -> list[tuple[str, ...]]:
-    """Names that servers make one layer of, q/k/v and gate/up, siblings together; each name is in one group at most."""
+    """Groups of siblings that servers make one layer of, q/k/v and gate/up; each name is in one group at most."""
     left = dict.fromkeys(names)
     groups = []
     for name in list(left):

@@ -171,7 +171,7 @@ class _RelativeError:
 
 
 def _power(w: Tensor, hessian: Tensor | None) -> Tensor:
-    """Of the output on the calibration's inputs; of the weight itself where there is no Hessian."""
+    """The power of the output on the calibration's inputs, or of the weight itself if there is no Hessian."""
     return (w if hessian is None else w @ hessian.to(w.device)).mul(w).sum()
 
 

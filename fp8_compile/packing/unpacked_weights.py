@@ -1,7 +1,7 @@
-"""Parameters that a module multiplies by and that are no linear layer's: what a report owes a row each.
+"""Parameters that a module multiplies by and that don't belong to a linear layer: a report has one row for each.
 
-What is looked up in (embeddings), convolved with or added (biases, positions) is no such weight. Which is which is told
-by the kind of the module and by names; a router, an RNN or a stack of matrices that nobody here knows has its row.
+Embeddings, convolutions and what is added (biases, positions) are not such weights. The kind of the module and the
+names of its parameters tell which is which; a router, an RNN or an unknown stack of matrices has its row.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     src/model-00001-of-00002.safetensors, ...  ->  dst/ the same names, weights in NVFP4; config.json with how
 
-Weights are known by their names and shapes: matrices called ``*.weight`` that are no embedding, norm or router. Files
+Weights are known by their names and shapes: matrices called ``*.weight``, except embeddings, norms and routers. Files
 get their names when they are whole, and config.json comes last, so that a run cut short leaves nothing that looks
 complete. Without the model there are no activations to weigh errors by: the methods are those that need none.
 """

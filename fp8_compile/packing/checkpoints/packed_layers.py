@@ -10,7 +10,7 @@ from fp8_compile.packing.formats import FORMATS, Format
 
 from .layouts import Layout
 
-# Other tools' scales of inputs, which stand beside a packed weight whether we use them or not.
+# Scales of inputs that tools store beside a packed weight. We use some of them; none is a tensor of the model.
 OF_INPUTS = ("input_scale", "input_global_scale")
 LAYOUTS = tuple(dict.fromkeys(layout.name for format in FORMATS.values() for layout in format.layouts))
 
@@ -22,7 +22,7 @@ class Stored(NamedTuple):
     layout: Layout[Any]
 
     def tensor_names(self, layer: str) -> list[str]:
-        """The tensors that belong to the packed weight and to its inputs, whether the checkpoint has them or not."""
+        """The tensors that may belong to the packed weight and to its inputs."""
         return [f"{layer}.{part}" for part in (*self.layout.parts, *OF_INPUTS)]
 
 
