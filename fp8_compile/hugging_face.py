@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from accelerate.utils import DynamoBackend
 from transformers import TrainerCallback
-from transformers.trainer import OPTIMIZER_NAME
 
+from .torch_internals.transformers import optimizer_file
 from .training.attach import Training, attach
 
 STATE_FILE = "fp8_training.pt"
@@ -62,8 +62,9 @@ class Fp8Callback(TrainerCallback):
                 "expected a checkpoint of a run with the same callback"
             )
         # The Trainer has loaded it already, but into an optimizer without masters: rounded to 16 bits.
-        if self.training.master_weights is not None and (folder / OPTIMIZER_NAME).exists():
-            saved = torch.load(folder / OPTIMIZER_NAME, map_location="cpu", weights_only=True)
+        optimizer = folder / optimizer_file()
+        if self.training.master_weights is not None and optimizer.exists():
+            saved = torch.load(optimizer, map_location="cpu", weights_only=True)
             self.training.optimizer.load_state_dict(saved)
         self.training.load_state_dict(torch.load(folder / STATE_FILE, weights_only=True))
 

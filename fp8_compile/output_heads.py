@@ -89,8 +89,8 @@ def _matrices(layer: nn.Module) -> set[int]:
 
 
 def _is_last(weights: set[int], gm: fx.GraphModule, tensors: Mapping[fx.Node, Any]) -> bool:
-    """Whether nothing in the graph that is computed from the products with these weights is multiplied by another
-    one. What is looked up in an embedding by an index, as the next token is, starts afresh."""
+    """True if nothing in the graph that is computed from the products with these weights is multiplied by another
+    weight. What is looked up in an embedding by an index, as the next token is, is not counted among that."""
     inputs = {node for node, tensor in tensors.items() if id(tensor) in weights}
     others = {
         node

@@ -12,7 +12,7 @@ from .output_heads import NAMED, OUTPUT_HEADS, own_name
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
-    """Which layers are rewritten: include, less exclude, less output heads that nobody asked for."""
+    """Which layers are rewritten: include, less exclude, less output heads that were not asked for."""
 
     include: tuple[str, ...]
     exclude: tuple[str, ...]

@@ -1,6 +1,6 @@
 """Files that are there whole or not at all: written beside their name, moved into place when they are complete.
 
-``SafetensorsWriter`` writes tensors one after the other as they come, so that no more than one has to be in memory.
+This module imports nothing of ours, so that every room may use it.
 """
 
 from __future__ import annotations
@@ -9,43 +9,50 @@ import contextlib
 import json
 import os
 import pathlib
-import struct
-from typing import Any, BinaryIO, Iterator, Mapping
+import shutil
+import tempfile
+import threading
+from typing import Any, BinaryIO, Iterator
 
-import torch
-from torch import Tensor
-
-DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 PART = ".part"
+
+
+@contextlib.contextmanager
+def written_beside(path: pathlib.Path, *, sync: bool = True, own_part: bool = False) -> Iterator[pathlib.Path]:
+    """A path to write to, ``.NAME.part``; what is there gets its name when the block ends well, and is removed if not.
+
+    ``sync``: it is on the disk before it has its name, so that a machine which stops in between leaves no empty file.
+    ``own_part``: other processes and threads may write the same file, so that each needs a part of its own.
+    """
+    own = f".{os.getpid()}.{threading.get_ident()}" if own_part else ""
+    part = path.with_name(f".{path.name}{own}{PART}")
+    try:
+        yield part
+        _move(part, path, sync)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        raise
+
+
+@contextlib.contextmanager
+def written_in_scratch(path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """The same for a file whose contents depend on its name: a path of that name, in a folder beside it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = pathlib.Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    try:
+        yield scratch / path.name
+        _move(scratch / path.name, path, sync=True)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 @contextlib.contextmanager
 def whole_file(path: pathlib.Path) -> Iterator[BinaryIO]:
     """A file that gets its name when the block ends well."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}{PART}")
-    try:
-        with open(part, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
+    with written_beside(path) as part, open(part, "wb") as file:
+        yield file
 
 
 def write_json(path: pathlib.Path, data: Any) -> None:
@@ -53,40 +60,11 @@ def write_json(path: pathlib.Path, data: Any) -> None:
         file.write((json.dumps(data, indent=2) + "\n").encode())
 
 
-class SafetensorsWriter:
-    """Writes one safetensors file; ``described`` says what will come, in that order: name -> (dtype, shape)."""
-
-    def __init__(self, file: BinaryIO, described: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
-        self.file, self.left = file, dict(described)
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        offset = 0
-        for name, (dtype, shape) in described.items():
-            size = dtype.itemsize * int(torch.Size(shape).numel())
-            header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}
-            offset += size
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
-        file.write(struct.pack("<Q", len(text)) + text)
-
-    def write(self, name: str, tensor: Tensor) -> None:
-        expected = next(iter(self.left), None)
-        if name != expected or self.left[name] != (tensor.dtype, tuple(tensor.shape)):
-            raise AssertionError(
-                f"{name} {tensor.dtype} {tuple(tensor.shape)}, expected {expected} {self.left.get(name)}"
-            )
-        del self.left[name]
-        if tensor.numel():
-            self.file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-
-    def close(self) -> None:
-        if self.left:
-            raise AssertionError(f"not written: {', '.join(self.left)}")
-
-
-def write_safetensors(path: pathlib.Path, tensors: Mapping[str, Tensor]) -> None:
-    """All of them at once."""
-    with whole_file(path) as file:
-        writer = SafetensorsWriter(file, {name: (one.dtype, tuple(one.shape)) for name, one in tensors.items()})
-        for name, tensor in tensors.items():
-            writer.write(name, tensor)
-        writer.close()
+def _move(part: pathlib.Path, path: pathlib.Path, sync: bool) -> None:
+    if sync:
+        descriptor = os.open(part, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    os.replace(part, path)

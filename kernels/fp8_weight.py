@@ -7,6 +7,8 @@ codes: e4m3 [N, K]; scales: fp32 [N]. The operations are those of ``kernels/nvfp
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -14,14 +16,31 @@ from .define_op import define
 from .formats import E4M3
 
 
-def quantize(w: Tensor, name: str = "weight") -> tuple[Tensor, Tensor]:
+class FP8Weight(NamedTuple):
+    """An [N, K] matrix in FP8; what ``NVFP4Weight`` is to NVFP4."""
+
+    codes: Tensor
+    scales: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.codes.shape[0], self.codes.shape[1]
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        return dequantize(self.codes, self.scales, dtype)
+
+    def to(self, device: torch.device | str) -> FP8Weight:
+        return FP8Weight(self.codes.to(device), self.scales.to(device))
+
+
+def quantize(w: Tensor, name: str = "weight") -> FP8Weight:
     """Codes and scales of an [N, K] matrix."""
     wide = w.detach().to(torch.float32)
     amax = wide.abs().amax(1) if wide.shape[1] else wide.new_zeros(wide.shape[0])
     if not amax.isfinite().all():
         raise ValueError(f"{name}: weights are Inf or NaN, expected finite ones; repair them, or exclude the layer")
     scales = torch.where(amax == 0, 1.0, (amax / E4M3.max).clamp(min=torch.finfo(torch.float32).tiny))
-    return (wide / scales[:, None]).clamp_(-E4M3.max, E4M3.max).to(E4M3.dtype), scales
+    return FP8Weight((wide / scales[:, None]).clamp_(-E4M3.max, E4M3.max).to(E4M3.dtype), scales)
 
 
 def dequantize(codes: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -23,8 +23,7 @@ from .joint.decide import Rules
 from .joint.delay_scales import DelayScales
 from .joint.lower_quantizes import LowerQuantizes
 from .joint.lower_scaled_mm_cpu import LowerScaledMmForCpu
-from .joint.multiply_experts import MultiplyExperts, StackNames
-from .joint.multiply_packed import MultiplyPacked
+from .joint.multiply_packed import MultiplyPacked, StackNames
 from .joint.pair_quantizes import PairQuantizes
 from .joint.record_amaxes import RecordAmaxes
 from .joint.rewrite_matmuls import RewriteMatmuls
@@ -126,7 +125,7 @@ class JointPipeline(Pipeline):
         scale_loss: ScaleLoss | None = None,
         strict: bool = True,
     ) -> None:
-        self.packed, self.experts = MultiplyPacked(names, rules.target), MultiplyExperts(names, rules.target)
+        self.packed = MultiplyPacked(names, rules.target)
         self.rewrite = RewriteMatmuls(rules, names, strict=strict)
         self.ran = False
         with_state = [*([UseWeightCache(weights)] if weights else []), *([delay] if delay else [])]
@@ -144,13 +143,12 @@ class JointPipeline(Pipeline):
 
     @property
     def rows(self) -> list[Row]:
-        return [*self.packed.rows, *self.experts.rows, *self.rewrite.rows]
+        return [*self.packed.rows, *self.rewrite.rows]
 
     def __call__(self, graph: fx.Graph) -> None:
         self.ran = True
-        for one in (self.experts, self.packed):
-            if one not in self.passes and one.applies(graph):
-                self.passes.insert(0, one)
+        if self.packed not in self.passes and self.packed.applies(graph):
+            self.passes.insert(0, self.packed)
         super().__call__(graph)
 
     def phase(self, graph: fx.Graph) -> str:

@@ -12,8 +12,6 @@ import copy
 import logging
 import os
 import pathlib
-import shutil
-import tempfile
 from typing import Any, Iterator, Mapping, Sequence
 
 import torch
@@ -26,14 +24,16 @@ from fp8_compile.backend.module_names import ModuleNames
 from fp8_compile.config import Config
 from fp8_compile.kernels.cpu import ahead_of_time
 from fp8_compile.packing.calibration import Calibration
+from fp8_compile.packing.formats import FORMATS
 from fp8_compile.packing.linear_layers import unwrapped
-from fp8_compile.packing.pack import FORMATS, pack
-from fp8_compile.packing.packed_linear import FP8Linear
-from fp8_compile.packing.packed_weight import NVFP4Parts
+from fp8_compile.packing.pack import pack
+from fp8_compile.packing.packed_linear import PackedLinear
+from fp8_compile.packing.packed_weight import PackedWeight
 from fp8_compile.report import Report
 from fp8_compile.torch_internals.graphs import pytree
 from fp8_compile.torch_internals.inductor import compile_ahead_of_time
 from fp8_compile.torch_internals.packages import write_package
+from fp8_compile.whole_files import written_in_scratch
 
 from .inputs import PLAIN, describe
 from .manifest import FILE, Manifest, here
@@ -57,7 +57,7 @@ def export(
     inductor: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Report | ExportedProgram:
-    """Write a package that ``fp8_compile.load``, or libtorch's ``AOTIModelPackageLoader``, runs; a row a matmul.
+    """Write a package that ``fp8_compile.load``, or libtorch's ``AOTIModelPackageLoader``, runs, and return a report.
 
     ``weights``: "nvfp4" or "fp8" packs a copy of the model first, with ``calibration`` and with ``options``, which are
     ``pack``'s; None takes the model as it is, packed or not. Products with packed weights run from the packed form,
@@ -119,7 +119,7 @@ def _packed(
         if given:
             raise ValueError(f"{', '.join(given)}: for packing, but weights=None packs nothing; say weights='nvfp4'")
         return root
-    if weights not in FORMATS:
+    if weights not in tuple(FORMATS):
         raise ValueError(f"weights={weights!r} is unknown; expected None or one of: {', '.join(FORMATS)}")
     twin = copy.deepcopy(root)
     pack(twin, weights, calibration=calibration, **{"progress": False, **options})
@@ -131,11 +131,9 @@ def _check_model(model: nn.Module) -> None:
         if tensor.device.type != "cpu":
             raise ValueError(f"{name} is on {tensor.device}; export is for CPUs so far: move the model with .cpu()")
     for name, layer in model.named_modules():
-        if isinstance(layer, NVFP4Parts) and layer.layout != "interleaved":
-            raise ValueError(
-                f"{name}: NVFP4 with block_size={layer.block_size} and activations={layer.activations!r} has no CPU "
-                "kernel to export; pack it with block_size=16 and activations=None or 'int8'"
-            )
+        reason = layer.reason_against_export() if isinstance(layer, PackedWeight) else None
+        if reason is not None:
+            raise ValueError(f"{name}: {reason}")
 
 
 def _names(model: nn.Module) -> ModuleNames:
@@ -158,7 +156,7 @@ def _compiled(program: ExportedProgram, names: ModuleNames, config: Config) -> t
         "joint_custom_pre_pass": with_users("joint_custom_pre_pass", joint, config.inductor),
         "post_grad_custom_pre_pass": with_users("post_grad_custom_pre_pass", split, config.inductor),
     }
-    args, kwargs = program.example_inputs  # type: ignore[misc]
+    args, kwargs = program.example_inputs
     with torch.no_grad(), _library_path(library.parent):
         files = compile_ahead_of_time(gm, args, kwargs, configs)
     report = Report(tuple(joint.rows), "packed", "cpu", cache="off")
@@ -182,21 +180,16 @@ def _library_path(folder: pathlib.Path) -> Iterator[None]:
 
 
 def _write(path: pathlib.Path, files: list[Any], manifest: Manifest) -> None:
-    """Beside its name first, in a folder of its own: the archive's inner names come from the file's."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = pathlib.Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-    try:
-        write_package(scratch / path.name, files, {FILE: manifest.to_json()})
-        os.replace(scratch / path.name, path)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+    """Write it under its own name in another folder first: the archive's inner names come from the file's."""
+    with written_in_scratch(path) as scratch:
+        write_package(scratch, files, {FILE: manifest.to_json()})
 
 
 def _summary(calibration: Calibration | None, packed: nn.Module) -> dict[str, Any] | None:
     """Of each layer: how many rows it saw, the largest element, and how its inputs are scaled where they are."""
     if calibration is None:
         return None
-    inputs = {name: layer.inputs for name, layer in packed.named_modules() if isinstance(layer, FP8Linear)}
+    inputs = {name: layer.inputs for name, layer in packed.named_modules() if isinstance(layer, PackedLinear)}
     return {
         name: {
             "rows": calibration.tokens(name),

@@ -1,4 +1,4 @@
-"""What a package wants to be called with, and whether it is.
+"""What a package must be called with, and the check that it is.
 
 AOTInductor's code does not look at what it is given: a wrong shape reads memory that isn't there. So a package says
 what each input was when it was exported, flattened, in order:
@@ -121,6 +121,6 @@ def _ranges(shape: Sequence[int | str], ranges: Mapping[str, Sequence[int | None
 
 
 def _bound(bound: Any) -> int | None:
-    """A bound as a number; None for none."""
+    """A bound as a number; None where there is none."""
     value = float(bound) if getattr(bound, "is_number", True) else math.inf
     return None if math.isinf(value) or value >= 2**62 else int(value)

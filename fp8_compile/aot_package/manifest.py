@@ -43,7 +43,7 @@ _TYPES: dict[str, tuple[type, ...]] = {  # of the manifest's fields in JSON
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """``report`` has a row a matmul; ``inputs`` and ``ranges`` are those of ``package_inputs``."""
+    """``report`` has one row per matmul; ``inputs`` and ``ranges`` are those of ``inputs.py``."""
 
     torch: str
     fp8_compile: str
@@ -74,7 +74,7 @@ class Manifest:
         if not all(isinstance(feature, str) for feature in data["cpu_features"]):
             raise ValueError("'cpu_features' has something that is not text")
         check_described(data["inputs"], data["ranges"])
-        values = {name: tuple(data[name]) if _TYPES[name] == (list,) else data[name] for name in _TYPES}
+        values: dict[str, Any] = {name: tuple(data[name]) if _TYPES[name] == (list,) else data[name] for name in _TYPES}
         return cls(**{**values, "report": Report.from_dict(data["report"])})
 
 

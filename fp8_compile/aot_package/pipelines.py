@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Sequence
 
 from torch import fx
 
@@ -13,7 +13,6 @@ from fp8_compile.config import Config
 from fp8_compile.kernels.cpu.ahead_of_time import SHIMS
 from fp8_compile.passes.graph.row import Row
 from fp8_compile.passes.joint.decide import Rules
-from fp8_compile.passes.joint.multiply_experts import MultiplyExperts
 from fp8_compile.passes.joint.multiply_packed import MultiplyPacked
 from fp8_compile.passes.joint.rewrite_matmuls import RewriteMatmuls
 from fp8_compile.passes.joint.share_quantizes import ShareQuantizes
@@ -56,16 +55,15 @@ class ExportSplit(_Kept, SplitPipeline):
 
 
 class ProgramPipeline(Pipeline):
-    """The passes of a program that nobody compiles here: products of packed weights, and rows of all others."""
+    """The passes of a program that is not compiled here: products of packed weights, and rows of all others."""
 
     def __init__(self, rules: Rules, names: ModuleNames, observer: Observer | None = None) -> None:
-        self.packed, self.experts = MultiplyPacked(names), MultiplyExperts(names)
-        self.others = RewriteMatmuls(rules, names, strict=False)
-        super().__init__([self.packed, self.experts, self.others, ShareQuantizes()], "export", observer)
+        self.packed, self.others = MultiplyPacked(names), RewriteMatmuls(rules, names, strict=False)
+        super().__init__([self.packed, self.others, ShareQuantizes()], "export", observer)
 
     @property
     def rows(self) -> list[Row]:
-        return [*self.packed.rows, *self.experts.rows, *self.others.rows]
+        return [*self.packed.rows, *self.others.rows]
 
     def phase(self, graph: fx.Graph) -> str:
         return "inference"
@@ -78,4 +76,8 @@ def _is_ours(node: fx.Node) -> bool:
 def inference_rules(config: Config) -> Rules:
     """Nothing is rewritten that is not packed."""
     rules = make_rules(config, Target.parse("cpu"), Selection(("*",), ()))
-    return dataclasses.replace(rules, excluded=lambda module, weights=(): "not packed: in the model's own precision")
+    return dataclasses.replace(rules, excluded=_not_packed)
+
+
+def _not_packed(module: str, weights: Sequence[str] = ()) -> str:
+    return "not packed: in the model's own precision"

@@ -11,10 +11,8 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import os
 import pathlib
 import secrets
-import tempfile
 from typing import Any, Sequence
 
 import torch
@@ -22,6 +20,7 @@ from torch import fx
 
 from fp8_compile.report import Report
 from fp8_compile.torch_internals.inductor import cache_folder
+from fp8_compile.whole_files import written_beside
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,9 +63,8 @@ class ReportCache:
         data = {"word": self.word, "report": report.to_dict(), "slots": slots, "weights": list(weights)}
         with contextlib.suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=self.path.parent, delete=False) as file:
-                json.dump(data, file)
-            os.replace(file.name, self.path)
+            with written_beside(self.path, sync=False, own_part=True) as part:
+                part.write_text(json.dumps(data))
 
 
 def _load(path: pathlib.Path) -> dict[str, Any] | None:

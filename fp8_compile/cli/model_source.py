@@ -29,7 +29,8 @@ def load_factory(spec: str) -> Call:
 
 
 def load_batches(spec: str) -> list[Any]:
-    """The batches that ``module:name`` is, or gives where it is a function: a list, as calibration wants them twice."""
+    """The batches that ``module:name`` is, or that it returns if it is a function; a list, since calibration runs them
+    twice."""
     found = _named(spec)
     batches = _made(spec, found) if callable(found) else found
     if isinstance(batches, (torch.Tensor, str, dict)) or not hasattr(batches, "__iter__"):
@@ -100,7 +101,7 @@ def load_huggingface(folder: Path, batch: int, tokens: int) -> Call:
 def load_huggingface_weights(folder: Path, batch: int, tokens: int) -> Call:
     """The model of a Hugging Face folder with its weights, packed or not, and inputs of inference.
 
-    Its results are tuples: a class of transformers could be read by no one who has only the package."""
+    Its results are tuples: whoever has only the package could not read a class of transformers."""
     config, cls = _huggingface_class(folder, batch, tokens)
     if getattr(config, "quantization_config", None) is not None:
         from fp8_compile import load_checkpoint

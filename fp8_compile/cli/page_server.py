@@ -105,7 +105,7 @@ class Pages(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:  # noqa: N802  (named by http.server)
         from fp8_compile.reporting.report_page import load, page
 
-        # A name that resolves to this machine would let a page of somebody else's read ours.
+        # A name that resolves to this machine would let someone else's page read ours.
         if self.headers.get("Host", "").rpartition(":")[0] not in (LOOPBACK, "localhost"):
             return self.send_error(HTTPStatus.FORBIDDEN, "only this machine is served")
         name = urllib.parse.unquote(urllib.parse.urlsplit(self.path).path).strip("/")

@@ -33,6 +33,6 @@ def complain(text: str) -> None:
 
 
 def coloured(text: str, colour: str) -> str:
-    """The text in colour where somebody looks; made safe before."""
+    """The text made safe, and in colour if it goes to a terminal."""
     plain = not sys.stdout.isatty() or "NO_COLOR" in os.environ
     return safe(text) if plain else f"\x1b[{COLOURS[colour]}m{safe(text)}\x1b[0m"

@@ -1,4 +1,4 @@
-"""Run a model on some batches and see what goes into its layers."""
+"""Run a model on some batches and record what goes into its layers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def calibrate(
     """The inputs' statistics of every linear layer and expert (or of ``layers``), over ``batches``.
 
     A batch is a tensor, a tuple or list of positional arguments, or a dict of keyword arguments. The model runs in eval
-    mode without gradients, and is left as it was. ``hessians=False`` keeps amaxes alone. A list or tuple of batches is
+    mode without gradients, and is left as it was. ``hessians=False`` keeps amaxes only. A list or tuple of batches is
     remembered (not copied), so that ``pack`` can calibrate layers in sequence; an iterator is read once. An expert's
     name is its stack's and its number, ``mlp.experts.gate_up_proj.3``; in ``layers`` the stack's stands for them all.
     """
@@ -55,14 +55,14 @@ def run_batch(
     *,
     stop: bool = False,
 ) -> None:
-    """Run one batch and record the inputs of ``layers`` and of the experts in ``stacks``; ``stop``: no further than the
+    """Run one batch and record the inputs of ``layers`` and of the experts in ``stacks``; ``stop`` ends the run at the
     last of them."""
     left = {*layers, *stacks}
 
     def seen(name: str) -> None:
         left.discard(name)
         if stop and not left:
-            raise _Seen
+            raise _AllSeen
 
     def hook(name: str) -> Callable[..., None]:
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -81,13 +81,13 @@ def run_batch(
             handle = stack.module.register_forward_hook(lambda *_, name=name: seen(name))
             hooks.callback(handle.remove)
         hooks.enter_context(recording_experts(stacks, calibration.record))
-        with contextlib.suppress(_Seen):
+        with contextlib.suppress(_AllSeen):
             _call(root, batch)
     calibration.end_batch()
 
 
-class _Seen(Exception):
-    """The layers have been seen: the rest of the model need not run."""
+class _AllSeen(Exception):
+    """All layers have been seen: the rest of the model need not run."""
 
 
 def _call(model: nn.Module, batch: Any) -> Any:

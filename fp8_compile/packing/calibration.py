@@ -58,7 +58,7 @@ class Calibration:
         return self._shared[name].total / max(self._tokens[name], 1)
 
     def shares(self, name: str, other: str) -> bool:
-        """Whether two layers got the same inputs throughout."""
+        """True if two layers got the same inputs throughout."""
         return (
             self.keeps_hessians and self._shared.get(name) is not None and self._shared[name] is self._shared.get(other)
         )
@@ -71,7 +71,7 @@ class Calibration:
         return [tuple(sorted(names, key=natural_key)) for names in by_group.values()]
 
     def memory_bytes(self) -> int:
-        """What the Hessians take."""
+        """How many bytes the Hessians take."""
         return sum(one.total.nbytes for one in {id(one): one for one in self._shared.values()}.values())
 
     def record(self, name: str, x: Tensor) -> None:
@@ -104,7 +104,7 @@ class Calibration:
         seen = self._seen.get(x)
         if seen is None or seen.version != version:
             wide = rows.to(torch.float32)
-            seen = self._seen[x] = _Seen(wide.t() @ wide, version)
+            seen = self._seen[x] = _Input(wide.t() @ wide, version)
         shared = self._shared.get(name)
         if shared is None:
             if seen.maker is not None and seen.maker.young and seen.maker.grams == [seen.gram]:
@@ -125,14 +125,16 @@ class Calibration:
 
 
 @dataclasses.dataclass
-class _Seen:
+class _Input:
+    """A tensor that went into a layer in this batch: x^T x of it, and the version that it had."""
+
     gram: Tensor
     version: int
     maker: _Shared | None = None  # whose first input of this batch it was
 
 
 class _Shared:
-    """A sum of x x^T, and the layers whose it is."""
+    """A sum of x x^T, and the layers that share it."""
 
     def __init__(self, total: Tensor, pending: dict[str, list[Tensor]]) -> None:
         self.total, self.pending = total, pending
@@ -149,7 +151,7 @@ class _Shared:
                 grams.clear()
 
     def split(self) -> Iterable[tuple[list[str], _Shared]]:
-        """At the end of a batch: those that saw something else than the first layer, with sums of their own."""
+        """At the end of a batch, the layers that saw something other than the first, with sums of their own."""
         self.grams = []
         parts: list[list[str]] = []
         for name, grams in self.pending.items():

@@ -1,8 +1,8 @@
-"""Mixtures of experts as transformers writes them: modules whose weights are stacks of matrices, one an expert.
+"""Mixtures of experts as transformers writes them: modules whose weights are stacks with one matrix per expert.
 
     gate_up_proj, or up_proj where there is no gate; down_proj          [E, N, K], or [E, K, N] where is_transposed
 
-Known by what ``use_experts_implementation`` (transformers/integrations/moe.py) leaves on a module.
+They are known by what ``use_experts_implementation`` (transformers/integrations/moe.py) leaves on a module.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import Iterator
 
 import torch
 from torch import Tensor, nn
+
+from .linear_layers import parameter_of
 
 STACKS = ("gate_up_proj", "up_proj", "down_proj")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -26,7 +28,7 @@ class ExpertStack:
 
     @property
     def parameter(self) -> nn.Parameter:
-        return self.module._parameters[self.name]  # type: ignore[return-value]
+        return parameter_of(self.module, self.name)
 
     @property
     def transposed(self) -> bool:

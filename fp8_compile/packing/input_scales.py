@@ -1,6 +1,6 @@
 """Static scales of layers' inputs, from a calibration.
 
-scale = amax / 448         a fp32 scalar: x / scale reaches E4M3's largest value where x reaches the calibration's
+scale = amax / 448         an fp32 scalar: x / scale reaches E4M3's largest value where x reaches the calibration's
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def static_scales(names: Iterable[str], calibration: Calibration) -> dict[str, T
 
 
 def shared_scales(scales: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same with one tensor for siblings of one scale (q, k and v), by which the compiler sees that their input is
-    to be quantized once."""
+    """The same scales, with one tensor for siblings whose scales are equal (q, k and v): by it the compiler sees that
+    their input has to be quantized only once."""
     made: dict[tuple[str, float], Tensor] = {}
     return {name: made.setdefault((name.rpartition(".")[0], float(one)), one) for name, one in scales.items()}
 
@@ -33,7 +33,7 @@ _SMALLEST = 2.0**-126  # whose reciprocal is finite, with the room that x * (1 /
 
 
 def check_seen(names: Iterable[str], calibration: Calibration) -> None:
-    """Every layer was reached by some batch."""
+    """Raise a ValueError unless some batch reached every layer."""
     unseen = sorted(set(names) - set(calibration.names))
     if unseen:
         raise ValueError(f"{', '.join(unseen)}: no calibration batch reached it; add batches that do, or exclude it")

@@ -31,7 +31,7 @@ FUSED = (
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The plain module behind a compiled one."""
+    """The plain module inside a compiled one."""
     module = unwrap(model)
     if not isinstance(module, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, plain or compiled, got {type(model).__name__}")
@@ -59,9 +59,18 @@ def is_falcon_linear(module: nn.Module) -> bool:
     return kind.__name__ == "FalconLinear" and kind.__module__ == "transformers.models.falcon.modeling_falcon"
 
 
+def parameter_of(module: nn.Module, name: str) -> nn.Parameter:
+    """A parameter of the module's own; an error where it has none of that name."""
+    parameter = module._parameters[name]
+    assert parameter is not None, name
+    return parameter
+
+
 def weight_of(layer: nn.Module) -> Tensor:
     """[N, K]."""
-    return layer.weight.t() if is_conv1d(layer) else layer.weight  # type: ignore[operator, return-value]
+    weight = layer.weight
+    assert isinstance(weight, Tensor)
+    return weight.t() if is_conv1d(layer) else weight
 
 
 def reason_against_packing(layer: nn.Module) -> str | None:
@@ -75,15 +84,16 @@ def reason_against_packing(layer: nn.Module) -> str | None:
     own = isinstance(layer, nn.Linear) and type(layer).forward is not nn.Linear.forward
     if own and not is_falcon_linear(layer):
         return f"{type(layer).__name__} computes more than a linear layer"
-    if layer.weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):  # type: ignore[union-attr]
-        return f"dtype {str(layer.weight.dtype).removeprefix('torch.')}"  # type: ignore[union-attr]
-    if layer.weight.is_meta:  # type: ignore[union-attr]
+    weight = parameter_of(layer, "weight")
+    if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"dtype {str(weight.dtype).removeprefix('torch.')}"
+    if weight.is_meta:
         return "its weight is on the meta device; load it first"
     return None
 
 
 def fused_groups(names: Iterable[str]) -> list[tuple[str, ...]]:
-    """Names that servers make one layer of, q/k/v and gate/up, siblings together; each name is in one group at most."""
+    """Groups of siblings that servers make one layer of, q/k/v and gate/up; each name is in one group at most."""
     left = dict.fromkeys(names)
     groups = []
     for name in list(left):
@@ -98,5 +108,5 @@ def fused_groups(names: Iterable[str]) -> list[tuple[str, ...]]:
 
 
 def natural_key(name: str) -> list[tuple[int, str | int]]:
-    """Sorts ``layers.10`` behind ``layers.9``."""
+    """A key by which ``layers.10`` is sorted after ``layers.9``."""
     return [(1, int(part)) if part.isdigit() else (0, part) for part in re.split(r"[.]", name)]

@@ -12,7 +12,7 @@ class PackRow:
     """One weight, of a linear layer or another: packed, or left alone for a reason."""
 
     name: str
-    shape: tuple[int, ...]  # (N, K), of a stack (E, N, K); of what is no linear layer as it is stored
+    shape: tuple[int, ...]  # (N, K), of a stack (E, N, K); as it is stored if it is neither
     format: str = ""  # "" where it was left alone
     method: str = ""
     bytes_before: int = 0
@@ -27,7 +27,7 @@ class PackRow:
 
 @dataclasses.dataclass(frozen=True)
 class PackReport:
-    """A row a weight; ``str()`` is a table."""
+    """One row per weight; ``str()`` is a table."""
 
     rows: tuple[PackRow, ...]
 

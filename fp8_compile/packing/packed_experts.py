@@ -6,35 +6,35 @@ batched_mm). Its class becomes a subclass whose ``gate_up_proj`` and ``down_proj
     experts.gate_up_proj          the weight as before, [E, N, K] or [E, K, N], dequantized when it is used
     experts.gate_up_proj_packed   a PackedStack, whose buffers state_dict() has
 
-Under a compiler the property is one operation, which ``passes/multiply_experts.py`` knows. Otherwise it is a tensor
-that dequantizes the experts that are looked up in it, and all of them only where it is used as a whole.
+Under a compiler the property is one operation, which ``passes/joint/multiply_packed.py`` knows. Otherwise it is a
+tensor that dequantizes the experts that are looked up in it, and all of them only where it is used as a whole.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import Any, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from fp8_compile.kernels import experts as ops
+from fp8_compile.kernels.fp8_weight import FP8Weight
 from fp8_compile.kernels.nvfp4.ops import STANDARD, to_standard
 from fp8_compile.kernels.nvfp4.weight import NVFP4Weight
 from fp8_compile.torch_internals.graphs import pytree
 
-from .packed_weight import NVFP4Parts, PackedWeight
+from .packed_weight import Matrix, NVFP4Parts, PackedWeight
 
 aten = torch.ops.aten
 
 
 class PackedStack(PackedWeight):
-    """E matrices [N, K], packed each by itself."""
+    """E matrices [N, K], each packed by itself."""
 
     experts: int
     out_features: int  # N
     in_features: int  # K
-    transposed: bool  # whether the module reads them as [K, N]
+    transposed: bool  # True if the module reads them as [K, N]
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, transposed: bool, parts: dict[str, Tensor]) -> None:
         super().__init__()
@@ -42,6 +42,15 @@ class PackedStack(PackedWeight):
         self.dtype, self.transposed = dtype, transposed
         for name, value in parts.items():
             self.register_buffer(name, value)
+
+    @classmethod
+    def of(cls, matrices: Sequence[Any], dtype: torch.dtype, transposed: bool) -> PackedStack:
+        """The stack of some matrices in the class's format."""
+        raise NotImplementedError
+
+    def matrix(self, expert: int) -> Matrix:
+        """One expert's packed weight in the standard layout."""
+        raise NotImplementedError
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -73,11 +82,10 @@ class NVFP4Stack(NVFP4Parts, PackedStack):
         parts = {name: torch.stack([getattr(one, name) for one in matrices]) for name in cls.packed}
         stack = cls((len(matrices), *matrices[0].shape), dtype, transposed, parts)
         stack.layout, stack.block_size = STANDARD, matrices[0].block_size
-        stack.use_layout(stack._best_layout())
+        stack.use_best_layout()
         return stack
 
     def matrix(self, expert: int) -> NVFP4Weight:
-        """One expert's weight in the standard layout."""
         codes, block_scales = to_standard(self.codes[expert], self.block_scales[expert], self.layout)
         return NVFP4Weight(codes, block_scales, self.global_scale[expert], self.in_features)
 
@@ -97,20 +105,19 @@ class FP8Stack(PackedStack):
     scales: Tensor
 
     @classmethod
-    def of(cls, matrices: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype, transposed: bool) -> FP8Stack:
+    def of(cls, matrices: Sequence[FP8Weight], dtype: torch.dtype, transposed: bool) -> FP8Stack:
         codes, scales = (torch.stack(parts) for parts in zip(*matrices))
         return cls(codes.shape, dtype, transposed, {"codes": codes, "scales": scales})
 
-    def matrix(self, expert: int) -> tuple[Tensor, Tensor]:
-        """One expert's codes and scales."""
-        return self.codes[expert], self.scales[expert]
+    def matrix(self, expert: int) -> FP8Weight:
+        return FP8Weight(self.codes[expert], self.scales[expert])
 
     def dequantize(self, dtype: torch.dtype = torch.float32, which: Tensor | None = None) -> Tensor:
         return ops.fp8_dequantize_op(self.codes, self.scales, dtype, which)
 
 
 class LazyStack(Tensor):
-    """A packed stack that looks like the dequantized one; what is looked up by expert is all that is dequantized."""
+    """A packed stack that looks like the dequantized one. Only the experts that are looked up are dequantized."""
 
     stack: PackedStack
 
@@ -130,7 +137,7 @@ class LazyStack(Tensor):
         return self.stack.as_read(self.stack.dequantize(self.dtype, which))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is aten.select.int and args[1] == 0:
             return args[0]._dequantized(torch.tensor(args[2]))
         if func is aten.index.Tensor and len(args[1]) == 1 and args[1][0].dtype in (torch.int32, torch.int64):
@@ -140,18 +147,19 @@ class LazyStack(Tensor):
 
 
 class PackedExperts(nn.Module):
-    """An experts module with packed stacks; the class of each is made of the module's own by ``pack_stack``."""
+    """An experts module with packed stacks; ``replace_stack`` makes the class of each from the module's own."""
 
     own_class: type[nn.Module]  # what it was before
+    config: Any  # transformers' configuration of the model
     stacks: tuple[str, ...]  # the names of its packed weights
 
     def stack(self, name: str) -> PackedStack:
         return getattr(self, f"{name}_packed")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own. Its eager implementation loops over data, which no graph holds: not compiled, it
-        dequantizes the experts that it comes by, where in pieces of a broken graph it would be all of them each time.
-        """
+        """Call the module's own forward. Its eager implementation loops over data, which no graph can hold. It runs
+        uncompiled, where it dequantizes the experts that it uses; in the pieces of a broken graph it would dequantize
+        all of them each time."""
         if torch.compiler.is_compiling() and self.config._experts_implementation == "eager":
             return _uncompiled(self, args, kwargs)
         return super().forward(*args, **kwargs)
@@ -173,11 +181,15 @@ def replace_stack(module: nn.Module, name: str, stack: PackedStack) -> None:
     module.add_module(f"{name}_packed", stack.train(module.training))
 
 
-@functools.cache
 def _packed_class(own: type[nn.Module], stacks: tuple[str, ...]) -> type[nn.Module]:
-    fields: dict[str, Any] = {name: _property(name) for name in stacks}
-    fields |= {"own_class": own, "stacks": stacks, "__module__": __name__}
-    return type(f"Packed{own.__name__}", (PackedExperts, own), fields)
+    if (own, stacks) not in _classes:
+        fields: dict[str, Any] = {name: _property(name) for name in stacks}
+        fields |= {"own_class": own, "stacks": stacks, "__module__": __name__}
+        _classes[own, stacks] = type(f"Packed{own.__name__}", (PackedExperts, own), fields)
+    return _classes[own, stacks]
+
+
+_classes: dict[tuple[type[nn.Module], tuple[str, ...]], type[nn.Module]] = {}
 
 
 def _property(name: str) -> property:
@@ -186,6 +198,6 @@ def _property(name: str) -> property:
 
 
 def _empty(own: type[nn.Module], stacks: tuple[str, ...]) -> nn.Module:
-    """For copies and pickles: a class that is made as it is needed has no name to be found by."""
+    """Make an instance for a copy or a pickle: a class that is made on demand has no name to be found by."""
     made = _packed_class(own, stacks)
     return made.__new__(made)

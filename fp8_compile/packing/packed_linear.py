@@ -2,12 +2,13 @@
 
     y = x @ dequantize(codes, scales).T + bias
 
-Ordinary modules; what becomes of the packed parts when one is moved, saved or loaded: ``packed_weight.py``.
+They are ordinary modules; ``packed_weight.py`` says what becomes of the packed parts when one is moved, saved or
+loaded.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +16,14 @@ from torch.nn import functional as F
 
 from fp8_compile.kernels import fp8_weight
 from fp8_compile.kernels.fp8_inputs import ACTIVATIONS, round_inputs_op
+from fp8_compile.kernels.fp8_weight import FP8Weight
 from fp8_compile.kernels.nvfp4 import ops
 from fp8_compile.kernels.nvfp4.weight import NVFP4Weight
 
-from .packed_weight import NVFP4Parts, PackedWeight
+from .packed_weight import Matrix, NVFP4Parts, PackedWeight
+
+# What a layer has beside its buffers, where its format knows it.
+FIELDS = ("in_features", "out_features", "dtype", "activations", "layout", "block_size")
 
 
 class PackedLinear(PackedWeight):
@@ -27,18 +32,70 @@ class PackedLinear(PackedWeight):
     in_features: int
     out_features: int
     bias: nn.Parameter | None
+    activations: str | None = None
+
+    @classmethod
+    def convert(
+        cls,
+        layer: nn.Module,
+        weight: Any,
+        dtype: torch.dtype,
+        activations: str | None,
+        input_scale: Tensor | None = None,
+    ) -> None:
+        """Make an ``nn.Linear`` or Conv1D one of these: hooks, names and references to it stay.
+
+        ``weight`` is the matrix in the class's format, ``dtype`` the one that it had, ``input_scale`` the static scale
+        of its inputs, where the format knows one.
+        """
+        raise NotImplementedError
 
     @property
     def weight(self) -> Tensor:
-        """The weight, dequantized anew at each look: for code that reads a layer's weight."""
+        """The weight, dequantized again at each access: for code that reads a layer's weight."""
         return self.dequantize(self.dtype)
+
+    def matrix(self) -> Matrix:
+        """The packed weight in the standard layout."""
+        raise NotImplementedError
+
+    @property
+    def static_scale(self) -> Tensor | None:
+        """The scale of inputs that are rounded by a static one, fp32 []."""
+        return self._buffers.get("input_scale")
+
+    @property
+    def static_inputs(self) -> bool | None:
+        """True where inputs are rounded by a static scale, False by one per row, None where checkpoints don't say."""
+        return None
+
+    @property
+    def inputs(self) -> str:
+        """What reports say about the rounding of inputs; empty if there is nothing to say."""
+        return ""
+
+    def use_activations(self, activations: str | None, input_scale: Tensor | None = None) -> None:
+        """Say how inputs are rounded."""
+        self.activations = activations
+
+    def lend(self, layer: nn.Module) -> PackedLinear:
+        """Make a layer, whose weight was tied to this one's, what this one has become: on the same tensors, with its
+        own bias."""
+        bias = layer._parameters.get("bias")
+        layer.__class__ = type(self)
+        layer._parameters = {"bias": bias}
+        layer._buffers = dict(self._buffers)
+        for field in FIELDS:
+            if field in vars(self):
+                setattr(layer, field, getattr(self, field))
+        return cast(PackedLinear, layer)
 
     def extra_repr(self) -> str:
         bias = self.bias is not None
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}"
 
     def _become(self, in_features: int, out_features: int, dtype: torch.dtype, buffers: dict[str, Tensor]) -> None:
-        """Make a layer of another class, which this one has been until now, one with these buffers."""
+        """Give a layer that has just got this class its fields and buffers."""
         self.in_features, self.out_features, self.dtype = in_features, out_features, dtype
         self._parameters.pop("weight", None)
         if "bias" not in self._parameters:
@@ -51,31 +108,38 @@ class NVFP4Linear(NVFP4Parts, PackedLinear):
     """Weight in NVFP4."""
 
     @classmethod
-    def convert(cls, layer: nn.Module, weight: NVFP4Weight, dtype: torch.dtype, activations: str | None) -> None:
-        """Make an ``nn.Linear`` or Conv1D one of these: hooks, names and references to it stay."""
+    def convert(
+        cls,
+        layer: nn.Module,
+        weight: NVFP4Weight,
+        dtype: torch.dtype,
+        activations: str | None,
+        input_scale: Tensor | None = None,
+    ) -> None:
+        assert input_scale is None
         layer.__class__ = cls
         assert isinstance(layer, NVFP4Linear)
         layer.activations, layer.layout, layer.block_size = activations, ops.STANDARD, weight.block_size
         parts = {"codes": weight.codes, "block_scales": weight.block_scales, "global_scale": weight.global_scale}
         layer._become(weight.columns, weight.codes.shape[0], dtype, parts)
-        layer.use_layout(layer._best_layout())
+        layer.use_best_layout()
+
+    def matrix(self) -> NVFP4Weight:
+        codes, block_scales = ops.to_standard(self.codes, self.block_scales, self.layout)
+        return NVFP4Weight(codes, block_scales, self.global_scale, self.in_features)
 
     @property
     def nvfp4(self) -> NVFP4Weight:
         """The weight in the standard layout."""
-        codes, block_scales = ops.to_standard(self.codes, self.block_scales, self.layout)
-        return NVFP4Weight(codes, block_scales, self.global_scale, self.in_features)
+        return self.matrix()
 
     def forward(self, input: Tensor) -> Tensor:
         rows = input.reshape(-1, self.in_features)  # of a view in 3D F.linear makes a batched product
         if self.activations is not None:
             rows = ops.round_activations_op(rows, self.activations)
-        return F.linear(rows, self._dequantized(input.dtype), self.bias).view(*input.shape[:-1], self.out_features)
+        return F.linear(rows, self.dequantize(input.dtype), self.bias).view(*input.shape[:-1], self.out_features)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        return self._dequantized(dtype)
-
-    def _dequantized(self, dtype: torch.dtype) -> Tensor:
         parts = self.codes, self.block_scales, self.global_scale
         return ops.dequantize_op(*parts, self.in_features, dtype, self.layout)
 
@@ -84,7 +148,7 @@ class NVFP4Linear(NVFP4Parts, PackedLinear):
 
 
 class FP8Linear(PackedLinear):
-    """Weight in E4M3, a scale a row: codes e4m3 [N, K], scales fp32 [N].
+    """Weight in E4M3, one scale per row: codes e4m3 [N, K], scales fp32 [N].
 
     ``activations="fp8"``: inputs are rounded to E4M3 too, by ``input_scale`` (fp32 [], a calibration's amax / 448), or
     where that is None each row by its own amax.
@@ -93,37 +157,40 @@ class FP8Linear(PackedLinear):
     packed = ("codes", "scales")
     codes: Tensor
     scales: Tensor
-    activations: str | None = None
     input_scale: Tensor | None
 
     @classmethod
     def convert(
         cls,
         layer: nn.Module,
-        codes: Tensor,
-        scales: Tensor,
+        weight: FP8Weight,
         dtype: torch.dtype,
-        activations: str | None = None,
+        activations: str | None,
         input_scale: Tensor | None = None,
     ) -> None:
         layer.__class__ = cls
         assert isinstance(layer, FP8Linear)
-        layer._become(codes.shape[1], codes.shape[0], dtype, {"codes": codes, "scales": scales})
+        n, k = weight.shape
+        layer._become(k, n, dtype, {"codes": weight.codes, "scales": weight.scales})
         layer.use_activations(activations, input_scale)
 
+    def matrix(self) -> FP8Weight:
+        return FP8Weight(self.codes, self.scales)
+
     def use_activations(self, activations: str | None, input_scale: Tensor | None = None) -> None:
-        """Say how inputs are rounded."""
         assert activations in ACTIVATIONS and (activations or input_scale is None)
         self.activations = activations
         self.register_buffer("input_scale", input_scale)
         self.packed = (*type(self).packed, *(() if input_scale is None else ("input_scale",)))
 
     @property
+    def static_inputs(self) -> bool | None:
+        return None if self.activations is None else self.input_scale is not None
+
+    @property
     def inputs(self) -> str:
-        """"" where inputs stay as they are; otherwise what they are rounded to, and by which scale."""
-        if self.activations is None:
-            return ""
-        return "inputs e4m3, dynamic scale a row" if self.input_scale is None else "inputs e4m3, static scale"
+        words = {None: "", True: "inputs e4m3, static scale", False: "inputs e4m3, dynamic scale a row"}
+        return words[self.static_inputs]
 
     def forward(self, input: Tensor) -> Tensor:
         rows = input.reshape(-1, self.in_features)

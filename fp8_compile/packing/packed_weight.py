@@ -1,24 +1,33 @@
 """What modules with packed weights have in common: how the parts move, are saved and are loaded.
 
 ``state_dict()`` holds the packed parts in the standard layout, ``load_state_dict`` takes them, ``to`` and ``cuda`` move
-them (casts to another dtype leave them alone). In memory NVFP4 on a CPU lies as the CPU's kernels read it, in as many
-bytes; ``layout`` says how.
+them (casts to another dtype leave them alone). In the memory of a CPU, NVFP4 is stored in the order in which the CPU's
+kernels read it, in as many bytes; ``layout`` names the order.
 """
 
 from __future__ import annotations
 
-from typing import Any, Callable, TypeVar
+from typing import Any, Callable, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 
 from fp8_compile.kernels.nvfp4 import ops
 
-Self = TypeVar("Self", bound="PackedWeight")
+
+class Matrix(Protocol):
+    """A packed [N, K] matrix outside of a module: ``NVFP4Weight``, ``FP8Weight``."""
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    def dequantize(self, dtype: torch.dtype = ...) -> Tensor: ...
+
+    def to(self, device: torch.device | str) -> Self: ...
 
 
 class PackedWeight(nn.Module):
-    """A module whose weight lies in buffers of packed bytes."""
+    """A module whose weight is stored in buffers of packed bytes."""
 
     dtype: torch.dtype  # of the weight before it was packed
     packed: tuple[str, ...] = ()  # buffers that hold the weight
@@ -27,17 +36,23 @@ class PackedWeight(nn.Module):
         raise NotImplementedError
 
     def memory_bytes(self) -> int:
-        """What the weight takes."""
+        """How many bytes the weight takes."""
         return sum(getattr(self, name).nbytes for name in self.packed)
 
-    def _apply(self: Self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+    def reason_against_export(self) -> str | None:
+        """Why no CPU kernel that a package could hold reads this weight, or None."""
+        return None
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Apply ``fn`` to the packed parts as bytes: it moves them, but can't cast them."""
-        buffers = {name: self._buffers.pop(name) for name in self.packed}
+        parts: dict[str, Tensor] = {name: getattr(self, name) for name in self.packed}
+        for name in parts:
+            del self._buffers[name]
         try:
             super()._apply(fn, recurse)
         finally:
-            self._buffers.update(buffers)
-        for name, value in buffers.items():
+            self._buffers.update(parts)
+        for name, value in parts.items():
             given = value.reshape(-1).view(torch.uint8)
             moved = fn(given)
             if moved is not given:  # or layers that share a tensor would have one each
@@ -59,20 +74,28 @@ class NVFP4Parts(PackedWeight):
     block_size: int
 
     def use_layout(self, layout: str) -> None:
-        """Lay the weight out anew, in place of what was there."""
+        """Store the weight in another layout, in place of what was there."""
         if layout != self.layout:
             standard = ops.to_standard(self.codes, self.block_scales, self.layout)
             self.codes, self.block_scales = ops.from_standard(*standard, layout)
             self.layout = layout
 
-    def _best_layout(self) -> str:
-        if self.codes.device.type == "meta":
-            return self.layout
-        return ops.layout_for(self.codes.device, self.block_size, self.activations)
+    def use_best_layout(self) -> None:
+        """Store the weight as the kernels of its device read it; a weight on the meta device stays as it is."""
+        if self.codes.device.type != "meta":
+            self.use_layout(ops.layout_for(self.codes.device, self.block_size, self.activations))
 
-    def _apply(self: Self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        super()._apply(fn, recurse)  # type: ignore[misc]
-        self.use_layout(self._best_layout())  # type: ignore[attr-defined]
+    def reason_against_export(self) -> str | None:
+        if self.layout == ops.INTERLEAVED:
+            return None
+        return (
+            f"NVFP4 with block_size={self.block_size} and activations={self.activations!r} has no CPU kernel to "
+            "export; pack it with block_size=16 and activations=None or 'int8'"
+        )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        self.use_best_layout()
         return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -83,6 +106,6 @@ class NVFP4Parts(PackedWeight):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         layout = self.layout
-        self.use_layout(ops.STANDARD)  # state_dicts are
+        self.use_layout(ops.STANDARD)  # the layout of state_dicts
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         self.use_layout(layout)

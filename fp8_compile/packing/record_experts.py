@@ -1,5 +1,5 @@
-"""See what goes into each expert of a mixture, where no module is called: the eager implementation multiplies by
-``gate_up_proj[expert]``, and what it looks up there says whose the product is.
+"""Record what goes into each expert of a mixture. No module is called for an expert, but the eager implementation
+multiplies by ``gate_up_proj[expert]``: what it looks up there tells which expert the product belongs to.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fp8_compile.torch_internals.graphs import plain_torch_functions
 
 from .expert_stacks import ExpertStack
+from .linear_layers import parameter_of
 
 PRODUCTS = ("linear", "matmul", "__matmul__", "mm")
 
@@ -20,11 +21,11 @@ PRODUCTS = ("linear", "matmul", "__matmul__", "mm")
 def recording_experts(
     stacks: Mapping[str, ExpertStack], record: Callable[[str, Tensor], None]
 ) -> Iterator[None]:
-    """For the length of a block, ``record(f"{stack}.{expert}", x)`` of the inputs of every expert that has any."""
+    """For the length of a block, call ``record(f"{stack}.{expert}", x)`` with the inputs x of every expert."""
     modules: dict[int, tuple[nn.Module, dict[str, str]]] = {}
     for name, stack in stacks.items():
         modules.setdefault(id(stack.module), (stack.module, {}))[1][stack.name] = name
-    configs = {id(module.config): module.config for module, _ in modules.values()}
+    configs: dict[int, Any] = {id(module.config): module.config for module, _ in modules.values()}
     implementations = [(config, config._experts_implementation) for config in configs.values()]
     classes = [(module, type(module)) for module, _ in modules.values()]
     try:
@@ -43,7 +44,7 @@ def recording_experts(
 
 def _watched(own: str, name: str, record: Callable[[str, Tensor], None]) -> property:
     def get(module: nn.Module) -> Watched:
-        seen = module._parameters[own].detach().as_subclass(Watched)  # type: ignore[union-attr]
+        seen = parameter_of(module, own).detach().as_subclass(Watched)
         seen.record, seen.label = record, name
         return seen
 
@@ -51,7 +52,7 @@ def _watched(own: str, name: str, record: Callable[[str, Tensor], None]) -> prop
 
 
 class Watched(Tensor):
-    """A stack that tells what its matrices are multiplied by; a matrix of it, once it is looked up."""
+    """A stack that records what its matrices are multiplied by; also one of its matrices, once it was looked up."""
 
     record: Callable[[str, Tensor], None]
     label: str  # its name; an expert's is followed by its number

@@ -1,7 +1,7 @@
-"""Parameters that a module multiplies by and that are no linear layer's: what a report owes a row each.
+"""Parameters that a module multiplies by and that don't belong to a linear layer: a report has one row for each.
 
-What is looked up in (embeddings), convolved with or added (biases, positions) is no such weight. Which is which is told
-by the kind of the module and by names; a router, an RNN or a stack of matrices that nobody here knows has its row.
+Embeddings, convolutions and what is added (biases, positions) are not such weights. The kind of the module and the
+names of its parameters tell which is which; a router, an RNN or an unknown stack of matrices has its row.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NO_WEIGHT = re.compile("bias|embed|token|pos|scale|norm")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def other_weights(root: nn.Module, known: set[int]) -> dict[str, tuple[tuple[int, ...], str]]:
+def unpacked_weights(root: nn.Module, known: set[int]) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shape and reason of each parameter that is a matrix or a stack of them, by its dotted name; ``known`` are the ids
     of the parameters that have a row already."""
     found = {}

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import fx
 
 from fp8_compile.passes.graph.roles import Names
+from fp8_compile.whole_files import written_beside
 
 from .graph_stages import Stage, capture, encode, mark_sites, name_slots, saved_for_backward, slots_by_site
 from .precision_graph import write_dot, write_graphml
@@ -180,14 +181,12 @@ class GraphDump:
         """Write to a temporary file and move it into place, so that a viewer never reads half of it."""
         if self._stopped:
             return
-        path, part = self.path / name, self.path / f".{name}.part"
+        path = self.path / name
         try:
-            write(part)
-            os.replace(part, path)
+            with written_beside(path, sync=False) as part:
+                write(part)
         except OSError as error:
             self._stopped = True
-            with contextlib.suppress(OSError):
-                part.unlink()
             logger.warning("cannot write %s: %s. This graph is not dumped any further; training goes on", path, error)
 
 

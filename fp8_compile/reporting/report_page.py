@@ -5,15 +5,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.resources
 import json
-import os
 from pathlib import Path
 from typing import Any, Sequence
 
 from fp8_compile import json_files
 from fp8_compile.scaling.recorder import FILE as PASSES_FILE
+from fp8_compile.whole_files import written_beside
 
 SCRIPTS = ("data.js", "layout.js", "graph.js", "table.js", "charts.js", "summary.js", "page.js")  # in order of use
 # A page of a thousand tensors and a million passes must still open at once.
@@ -25,13 +24,8 @@ KEPT = {"amax": "largest", "scale": "last", "elements": "sum", "overflow": "sum"
 def refresh(folder: Path) -> Path:
     """Write the page of a dump folder again, with what was recorded since, and return its path."""
     path = folder / "report.html"
-    part = folder / ".report.html.part"
-    try:
+    with written_beside(path, sync=False) as part:
         write_page(folder, part)
-        os.replace(part, path)
-    finally:
-        with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)
     return path
 
 

@@ -10,7 +10,6 @@ Scope:   Linux on x86 with AMX flags. One matmul in a subprocess tells; its verd
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import functools
 import hashlib
@@ -25,6 +24,8 @@ from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 
 import torch
+
+from fp8_compile.whole_files import written_beside
 
 logger = logging.getLogger("fp8_compile")
 
@@ -179,12 +180,9 @@ def _remember(memory: Path | None, machine: dict[str, str], broken: bool) -> Non
     """Write the answer down, or don't: without it the next process probes again, and that is all."""
     if memory is None:
         return
-    unfinished = memory.with_suffix(f".{os.getpid()}.tmp")
     try:
         memory.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(json.dumps({"machine": machine, "broken": broken}, indent=2))
-        os.replace(unfinished, memory)
+        with written_beside(memory, sync=False, own_part=True) as part:
+            part.write_text(json.dumps({"machine": machine, "broken": broken}, indent=2))
     except OSError as error:
         logger.debug("cannot remember the verdict on oneDNN's AMX path: %s", error)
-        with contextlib.suppress(OSError):
-            unfinished.unlink()

@@ -53,10 +53,10 @@ def multiply_fp8(
     both = emit(graph, quantize_inputs_op, x, input_scale, like=like)
     q, scale_left = getitem(graph, both, 0), getitem(graph, both, 1)
     if target == "cpu":
-        sides = (q, right, scale_left, scale_right, bias)
-        return emit(graph, scaled_mm_op, *sides, dtype, like=like, tags=tags)
-    scale_left = inline(graph, _a_scale_a_row, scale_left, q, like=like)
-    sides = (q, right, scale_left, scale_right)
+        operands = q, right, scale_left, scale_right, bias
+        return emit(graph, scaled_mm_op, *operands, dtype, like=like, tags=tags)
+    scale_left = inline(graph, _one_scale_per_row, scale_left, q, like=like)
+    sides = q, right, scale_left, scale_right
     written = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
     y = emit(graph, aten._scaled_mm.default, *sides, **written, like=like, tags=tags)
     if dtype != torch.bfloat16:
@@ -64,7 +64,7 @@ def multiply_fp8(
     return y if bias is None else emit(graph, aten.add.Tensor, y, bias, like=like)
 
 
-def _a_scale_a_row(scale: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+def _one_scale_per_row(scale: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return scale.expand(q.shape[0], 1).contiguous()
 
 

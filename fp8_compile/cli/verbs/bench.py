@@ -71,8 +71,8 @@ def summary(script: Path) -> str:
 
 
 def measure(script: Path, own: list[str], *, as_json: bool) -> tuple[int, Any]:
-    """Exit code, and what it printed: parsed where it can print JSON, text otherwise; not kept but shown as it comes
-    where nobody asked for JSON."""
+    """Return the exit code and what it printed: parsed where it can print JSON, text otherwise. Without ``as_json`` its
+    output is shown as it comes, and None is returned for it."""
     speaks_json = as_json and '"--json"' in script.read_text(encoding="utf-8")
     paths = [str(script.parent.parent / "examples"), *filter(None, [os.environ.get("PYTHONPATH")])]
     command = [sys.executable, str(script), *own, *(["--json"] if speaks_json else [])]

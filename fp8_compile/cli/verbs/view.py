@@ -3,7 +3,7 @@
     fp8-compile view fp8_dumps                 every graph of a run
     fp8-compile view fp8_dumps/graph_000       one graph
 
-The page is made again whenever it is loaded, so that a running training shows its newest passes. Ctrl+C ends it.
+The page is made again whenever it is loaded, so that a running training shows its newest steps. Ctrl+C ends it.
 report.html in the folder is the same page as a file.
 """
 

@@ -28,9 +28,9 @@ def read_with_files(folder: pathlib.Path) -> tuple[dict[str, Tensor], dict[str, 
         with open_tensors(file) as opened:
             for name in opened.keys():  # noqa: SIM118
                 tensors[name], where[name] = opened.get_tensor(name), file
-    for name, file in _index(folder).items():
+    for name, shard in _index(folder).items():
         if name not in tensors:
-            raise ValueError(f"{folder / file} has no {name}, which {INDEX} says it has. {AGAIN}")
+            raise ValueError(f"{folder / shard} has no {name}, which {INDEX} says it has. {AGAIN}")
     return tensors, where
 
 

@@ -1,4 +1,4 @@
-"""Whether a checkpoint's tensors fit a model: all is checked before the model is changed."""
+"""Check that a checkpoint's tensors fit a model: all of them, before the model is changed."""
 
 from __future__ import annotations
 
@@ -9,28 +9,27 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from fp8_compile.kernels.nvfp4.weight import NVFP4Weight
 from fp8_compile.packing.linear_layers import is_linear, weight_of
-from fp8_compile.packing.pack import ACTIVATIONS
 from fp8_compile.packing.packed_linear import PackedLinear
+from fp8_compile.packing.packed_weight import Matrix
 
-from . import layouts as layouts
 from .experts import ExpertNames
+from .layouts import WIDE
+from .packed_layers import Stored
 
 ARCHITECTURE = "load it into the architecture it was saved from"
 
 
-def check_activations(found: Mapping[str, str], activations: str | None) -> None:
-    for name, layout in found.items():
-        format = "fp8" if layout == "fp8" else "nvfp4"
-        if activations not in ACTIVATIONS[format]:
-            expected = ", ".join(map(repr, ACTIVATIONS[format]))
-            raise ValueError(f"{name}: activations={activations!r} with {format} weights; expected one of: {expected}")
+def check_activations(found: Mapping[str, Stored], activations: str | None) -> None:
+    for name, (format, _) in found.items():
+        if activations not in format.activations:
+            expected = ", ".join(map(repr, format.activations))
+            raise ValueError(
+                f"{name}: activations={activations!r} with {format.name} weights; expected one of: {expected}"
+            )
 
 
-def check_layer(
-    folder: pathlib.Path, name: str, layer: nn.Module | None, weight: NVFP4Weight | tuple[Tensor, Tensor]
-) -> None:
+def check_layer(folder: pathlib.Path, name: str, layer: nn.Module | None, weight: Matrix) -> None:
     """A packed layer of the checkpoint is a linear layer of the model, of the same size."""
     if layer is None:
         raise ValueError(
@@ -43,15 +42,15 @@ def check_layer(
         )
     packed = isinstance(layer, PackedLinear)
     expected = (layer.out_features, layer.in_features) if packed else tuple(weight_of(layer).shape)
-    stored = tuple(weight.shape if isinstance(weight, NVFP4Weight) else weight[0].shape)
-    if stored != expected:
+    if weight.shape != expected:
         raise ValueError(
-            f"{name}: the checkpoint has a weight of {list(stored)}, the model's is {list(expected)}; {ARCHITECTURE}"
+            f"{name}: the checkpoint has a weight of {list(weight.shape)}, the model's is {list(expected)}; "
+            f"{ARCHITECTURE}"
         )
 
 
 def check_experts(
-    names: ExpertNames, tensors: Mapping[str, Tensor], found: Mapping[str, str], where: Mapping[str, Any]
+    names: ExpertNames, tensors: Mapping[str, Tensor], found: Mapping[str, Stored], where: Mapping[str, Any]
 ) -> None:
     """Experts that are not packed in the checkpoint are plain matrices of one size, or they can't be one stack."""
     for layer, part in names.parts.items():
@@ -79,7 +78,7 @@ def check_others(
             _check_plain(layer, tensor, file)
         if not isinstance(target, Tensor) or is_lazy(target):
             continue
-        if tensor.dtype not in layouts.WIDE and tensor.dtype != target.dtype and _is_code(tensor, target):
+        if tensor.dtype not in WIDE and tensor.dtype != target.dtype and _is_code(tensor, target):
             if part == "weight":
                 _check_plain(layer, tensor, file)
             raise ValueError(
@@ -100,7 +99,7 @@ def _is_code(tensor: Tensor, target: Tensor) -> bool:
 
 def _check_plain(layer: str, tensor: Tensor, file: Any) -> None:
     """A weight that is not packed holds numbers."""
-    if tensor.dtype in layouts.WIDE:
+    if tensor.dtype in WIDE:
         return
     lacking = "weight_scale and weight_scale_2" if tensor.dtype == torch.uint8 else "weight_scale"
     raise ValueError(

@@ -2,7 +2,7 @@
 
     src/model-00001-of-00002.safetensors, ...  ->  dst/ the same names, weights in NVFP4; config.json with how
 
-Weights are known by their names and shapes: matrices called ``*.weight`` that are no embedding, norm or router. Files
+Weights are known by their names and shapes: matrices called ``*.weight``, except embeddings, norms and routers. Files
 get their names when they are whole, and config.json comes last, so that a run cut short leaves nothing that looks
 complete. Without the model there are no activations to weigh errors by: the methods are those that need none.
 """
@@ -19,14 +19,16 @@ import torch
 from tqdm import tqdm
 
 from fp8_compile.json_files import read_json
-from fp8_compile.kernels.nvfp4.quantize import METHODS, NEED_HESSIAN, own_global_scale, quantize_nvfp4
-from fp8_compile.packing.linear_layers import fused_groups
+from fp8_compile.kernels.nvfp4.quantize import METHODS
+from fp8_compile.packing.formats import NVFP4
 from fp8_compile.selection import Selection
-from fp8_compile.whole_files import DTYPES, SafetensorsWriter, whole_file, write_json
+from fp8_compile.whole_files import whole_file, write_json
 
-from . import layouts as layouts
 from .files import INDEX, open_tensors, remove_others, shard_files
+from .layouts import Described, Layout
+from .safetensors_writer import DTYPES, SafetensorsWriter
 
+FORMAT = NVFP4
 # Parts of a name that say that a matrix is looked up in, or too small and too important to round.
 NOT_LINEAR = ("embed", "wte", "wpe", "norm", "router", "relative_attention_bias")
 NOT_LINEAR_NAMES = ("gate", "shared", "shared_expert_gate", "ln_f")
@@ -47,17 +49,18 @@ def pack_folder(
     """Write a packed copy of ``src`` to ``dst``; the names of the layers that were packed come back."""
     source, target = pathlib.Path(src), pathlib.Path(dst)
     _check(source, target, method, layout)
+    stored = FORMAT.layout(layout, str(source))
     files = shard_files(source)
     shapes, where = _tensors_of(files)
     chosen = _choose(shapes, Selection(tuple(include), tuple(exclude)))
     target.mkdir(parents=True, exist_ok=True)
-    (target / "config.json").unlink(missing_ok=True)  # until the end the folder is no checkpoint
-    shared = _shared_scales(chosen, where, method)
+    (target / "config.json").unlink(missing_ok=True)  # until the end the folder is not a checkpoint
+    shared = FORMAT.shared_scales(chosen, lambda layer: _weight(where, layer), method)
     weight_map: dict[str, str] = {}
     size = 0
     with tqdm(total=len(shapes), desc="pack", unit="tensor", disable=not progress) as bar:
         for file in files:
-            described = _described(file, chosen, layout)
+            described = _described(file, chosen, stored)
             weight_map.update(dict.fromkeys(described, file.name))
             size += sum(dtype.itemsize * int(torch.Size(shape).numel()) for dtype, shape in described.values())
             with whole_file(target / file.name) as out, open_tensors(file) as tensors:
@@ -65,9 +68,8 @@ def pack_folder(
                 for key in tensors.keys():  # noqa: SIM118
                     layer = key.removesuffix(".weight")
                     if layer in chosen and key.endswith(".weight"):
-                        scale = shared.get(layer)
-                        weight = quantize_nvfp4(tensors.get_tensor(key), method, global_scale=scale, name=layer)
-                        for name, part in layouts.nvfp4_tensors(layer, weight, layout).items():
+                        weight = FORMAT.quantize(tensors.get_tensor(key), method, shared=shared.get(layer), name=layer)
+                        for name, part in stored.tensors(layer, weight).items():
                             writer.write(name, part)
                     else:
                         writer.write(key, tensors.get_tensor(key))
@@ -76,7 +78,7 @@ def pack_folder(
     if len(files) > 1:
         write_json(target / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
     remove_others(target, {*weight_map.values(), *([INDEX] if len(files) > 1 else [])})
-    _finish(source, target, layout, shapes, chosen)
+    _finish(source, target, stored, shapes, chosen)
     return list(chosen)
 
 
@@ -85,9 +87,10 @@ def _check(source: pathlib.Path, target: pathlib.Path, method: str, layout: str)
         raise ValueError(f"{source} has no config.json; expected the folder of a Hugging Face model")
     if source.resolve() == target.resolve():
         raise ValueError(f"{target} is the folder that is read; choose another one to write to")
-    if layout not in layouts.LAYOUTS:
-        raise ValueError(f"layout={layout!r}; expected one of: {', '.join(layouts.LAYOUTS)}")
-    possible = [one for one in METHODS if one not in NEED_HESSIAN]
+    layouts = [one.name for one in FORMAT.layouts]
+    if layout not in layouts:
+        raise ValueError(f"layout={layout!r}; expected one of: {', '.join(layouts)}")
+    possible = [one for one in METHODS if not FORMAT.needs_hessian(one)]
     if method not in possible:
         raise ValueError(f"method={method!r}; without the model's activations, expected one of: {', '.join(possible)}")
     config = _config(source)
@@ -125,7 +128,7 @@ def _tensors_of(
 def _choose(shapes: dict[str, tuple[str, tuple[int, ...]]], selection: Selection) -> dict[str, tuple[int, ...]]:
     known = {part for key in shapes for part in _ancestors(key)}
     selection.check(sorted(known))
-    chosen = {}
+    chosen: dict[str, tuple[int, ...]] = {}
     for key, (dtype, shape) in shapes.items():
         layer = key.removesuffix(".weight")
         if not key.endswith(".weight") or len(shape) != 2 or dtype not in ("F32", "F16", "BF16") or shape[1] % 16:
@@ -146,29 +149,18 @@ def _ancestors(key: str) -> list[str]:
     return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
 
 
-def _shared_scales(
-    chosen: dict[str, tuple[int, ...]], where: dict[str, pathlib.Path], method: str
-) -> dict[str, torch.Tensor]:
-    shared = {}
-    for group in fused_groups(chosen):
-        scales = []
-        for layer in group:
-            with open_tensors(where[f"{layer}.weight"]) as tensors:
-                scales.append(own_global_scale(tensors.get_tensor(f"{layer}.weight"), method))
-        if torch.stack(scales).isfinite().all():
-            shared.update(dict.fromkeys(group, torch.stack(scales).amax()))
-    return shared
+def _weight(where: dict[str, pathlib.Path], layer: str) -> torch.Tensor:
+    with open_tensors(where[f"{layer}.weight"]) as tensors:
+        return tensors.get_tensor(f"{layer}.weight")
 
 
-def _described(
-    file: pathlib.Path, chosen: dict[str, tuple[int, ...]], layout: str
-) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    described: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+def _described(file: pathlib.Path, chosen: dict[str, tuple[int, ...]], layout: Layout[Any]) -> Described:
+    described: Described = {}
     with open_tensors(file) as tensors:
         for key in tensors.keys():  # noqa: SIM118
             layer = key.removesuffix(".weight")
             if layer in chosen and key.endswith(".weight"):
-                described |= layouts.nvfp4_described(layer, chosen[layer], layout)
+                described |= layout.described(layer, chosen[layer])
             else:
                 one = tensors.get_slice(key)
                 described[key] = TORCH[one.get_dtype()], tuple(one.get_shape())
@@ -176,7 +168,11 @@ def _described(
 
 
 def _finish(
-    source: pathlib.Path, target: pathlib.Path, layout: str, shapes: dict[str, Any], chosen: dict[str, tuple[int, ...]]
+    source: pathlib.Path,
+    target: pathlib.Path,
+    layout: Layout[Any],
+    shapes: dict[str, Any],
+    chosen: dict[str, tuple[int, ...]],
 ) -> None:
     """Everything that is not weights is copied; the configuration says how the weights are stored."""
     for file in source.iterdir():
@@ -189,8 +185,8 @@ def _finish(
     matrices = [key for key, (_, shape) in shapes.items() if key.endswith(".weight") and len(shape) == 2]
     linear = dict.fromkeys([*(key.removesuffix(".weight") for key in matrices), "lm_head"])
     ignore = [layer for layer in linear if layer not in chosen]
-    if layout == "modelopt":
-        write_json(target / "hf_quant_config.json", layouts.modelopt_file(ignore))
+    for name, data in layout.other_files(ignore).items():
+        write_json(target / name, data)
     config = _config(source)
-    config["quantization_config"] = layouts.quantization_config(layout, "nvfp4", ignore)
+    config["quantization_config"] = layout.config(ignore)
     write_json(target / "config.json", config)

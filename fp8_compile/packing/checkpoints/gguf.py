@@ -10,7 +10,6 @@ says that it has none: llama.cpp then takes and gives numbers of tokens. Its con
 
 from __future__ import annotations
 
-import os
 import pathlib
 import warnings
 from typing import Any, Callable, Mapping
@@ -21,7 +20,8 @@ from torch import Tensor, nn
 
 from fp8_compile.kernels.nvfp4 import e2m1
 from fp8_compile.kernels.nvfp4.weight import NVFP4Weight
-from fp8_compile.packing.packed_linear import PackedLinear
+from fp8_compile.packing.packed_weight import Matrix
+from fp8_compile.whole_files import written_beside
 
 SUPERBLOCK = 64
 ROTATED = ("llama", "mistral")  # whose q and k llama.cpp permutes
@@ -41,25 +41,25 @@ def superblocks(codes: Tensor, block_scales: Tensor) -> Tensor:
 def write_gguf(
     root: nn.Module,
     path: pathlib.Path,
-    packed: Mapping[str, PackedLinear],
-    weights: Mapping[str, NVFP4Weight],
+    packed: Mapping[str, Matrix],
     others: Mapping[str, Tensor],
 ) -> None:
+    """Write the packed weights and the other tensors of a model to one file."""
     try:
         import gguf
     except ModuleNotFoundError:
         raise ModuleNotFoundError("layout='gguf' needs the gguf package: pip install gguf") from None
+    weights = {name: one for name, one in packed.items() if isinstance(one, NVFP4Weight)}
     odd = [name for name in packed if name not in weights or weights[name].columns % SUPERBLOCK]
     if odd:
         raise ValueError(f"{', '.join(odd)}: GGUF holds NVFP4 with K a multiple of 64; exclude the layer from packing")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.part")
     settings = _settings(root)
     architecture = ARCHITECTURES.get(settings.get("model_type", ""), settings.get("model_type", "fp8_compile"))
     renamed = _names(gguf, architecture, settings)
     _look_at_rotary(settings)
-    writer = gguf.GGUFWriter(part, architecture)
-    try:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with written_beside(path) as part:
+        writer = gguf.GGUFWriter(part, architecture)
         _add_settings(writer, settings)
         writer.add_tokenizer_model("no_vocab")  # or llama.cpp loads nothing
         for name, tensor in others.items():
@@ -82,16 +82,12 @@ def write_gguf(
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-        os.replace(part, path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
 
 
 def _settings(root: nn.Module) -> dict[str, Any]:
     """The model's configuration, by the names that most models of transformers have: a GPT-2 maps its own to them."""
     config = getattr(root, "config", None)
-    if not hasattr(config, "to_dict"):
+    if config is None or not hasattr(config, "to_dict"):
         return {}
     settings = config.to_dict()
     settings.update({name: getattr(config, name) for name in config.attribute_map})

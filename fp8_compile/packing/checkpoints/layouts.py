@@ -11,152 +11,130 @@ e4m3 [N, K], X.weight_scale fp32 [N, 1]; of FP8 inputs X.input_scale fp32 [1] wh
 
 from __future__ import annotations
 
-from typing import Any, Mapping, Sequence
+import abc
+from typing import Any, ClassVar, Generic, Mapping, Sequence, TypeVar
 
 import torch
 from torch import Tensor
 
+from fp8_compile.kernels.fp8_weight import FP8Weight
 from fp8_compile.kernels.nvfp4.weight import NVFP4Weight
+from fp8_compile.packing.packed_weight import Matrix
 
-LAYOUTS = ("compressed-tensors", "modelopt")
-PARTS = {
-    "compressed-tensors": ("weight_packed", "weight_scale", "weight_global_scale"),
-    "modelopt": ("weight", "weight_scale", "weight_scale_2"),
-    "fp8": ("weight", "weight_scale"),
-}
 WIDE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # dtypes of numbers that are not codes
+M = TypeVar("M", bound=Matrix)
+Described = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
-def nvfp4_tensors(name: str, weight: NVFP4Weight, layout: str) -> dict[str, Tensor]:
-    """The tensors that stand for one layer's weight."""
-    _check_storable(name, weight)
-    if layout == "modelopt":
-        return {
-            f"{name}.weight": weight.codes,
-            f"{name}.weight_scale": weight.block_scales,
-            f"{name}.weight_scale_2": weight.global_scale.reshape(()),
-        }
-    return {
-        f"{name}.weight_packed": weight.codes,
-        f"{name}.weight_scale": weight.block_scales,
-        f"{name}.weight_global_scale": weight.global_scale.reciprocal().reshape(1),
-    }
+class Layout(abc.ABC, Generic[M]):
+    """How one format is stored under one of the names that ``save_checkpoint`` takes."""
+
+    name: ClassVar[str]
+    parts: ClassVar[tuple[str, ...]]  # what the tensors of a layer's weight are called
+    own: ClassVar[tuple[str, ...]]  # those of them by which the layout is known
+
+    def is_told_by(self, layer: str, part: str, names: Mapping[str, Any]) -> bool:
+        """True if the tensor ``layer.part`` says that the layer is stored in this layout."""
+        return part in self.own
+
+    @abc.abstractmethod
+    def tensors(self, layer: str, weight: M, input_scale: Tensor | None = None) -> dict[str, Tensor]:
+        """The tensors that stand for one layer's weight, and for the static scale of its inputs."""
+
+    @abc.abstractmethod
+    def described(self, layer: str, shape: Sequence[int]) -> Described:
+        """Dtypes and shapes of ``tensors``, before they are computed."""
+
+    @abc.abstractmethod
+    def read(self, layer: str, tensors: Mapping[str, Tensor]) -> M:
+        """One layer's weight out of a checkpoint's tensors; a ValueError where they can't be one."""
+
+    def read_input_scale(self, layer: str, tensors: Mapping[str, Tensor]) -> Tensor | None:
+        """The static scale of a layer's inputs, fp32 [], where the layout has one that we use."""
+        return None
+
+    @abc.abstractmethod
+    def config(self, ignore: Sequence[str], static_inputs: bool | None = None) -> dict[str, Any]:
+        """What goes into ``config.json`` under "quantization_config"; ``static_inputs`` as in ``PackedLinear``."""
+
+    def other_files(self, ignore: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """JSON files beside ``config.json``, by name."""
+        return {}
 
 
-def nvfp4_described(name: str, shape: Sequence[int], layout: str) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Dtypes and shapes of ``nvfp4_tensors``, before they are computed."""
-    n, k = shape
-    codes, scales = (torch.uint8, (n, k // 2)), (torch.float8_e4m3fn, (n, k // 16))
-    if layout == "modelopt":
-        parts = {"weight": codes, "weight_scale": scales, "weight_scale_2": (torch.float32, ())}
-    else:
-        parts = {"weight_packed": codes, "weight_scale": scales, "weight_global_scale": (torch.float32, (1,))}
-    return {f"{name}.{part}": what for part, what in parts.items()}  # type: ignore[misc]
+class _NVFP4(Layout[NVFP4Weight]):
+    """Codes, block scales, global scale, under the names in ``parts``."""
 
-
-def fp8_tensors(
-    name: str, codes: Tensor, scales: Tensor, input_scale: Tensor | None, layout: str
-) -> dict[str, Tensor]:
-    if layout != "compressed-tensors":
-        raise ValueError(
-            f"{name}: FP8 weights with a scale a row are stored by layout='compressed-tensors', got {layout!r}"
-        )
-    inputs = {} if input_scale is None else {f"{name}.input_scale": input_scale.reshape(1).clone()}
-    return {f"{name}.weight": codes, f"{name}.weight_scale": scales[:, None], **inputs}
-
-
-def packed_layers(names: Mapping[str, Any]) -> dict[str, str]:
-    """Layers with packed weights among a checkpoint's tensors, by the layout they are in; "fp8" is one too."""
-    found = {}
-    for key in names:
-        layer, _, part = key.rpartition(".")
-        others = {f"{layer}.{other}" for other in ("weight_packed", "weight_global_scale", "weight_scale_2")}
-        if part in ("weight_packed", "weight_global_scale"):
-            found[layer] = "compressed-tensors"
-        elif part == "weight_scale_2":
-            found[layer] = "modelopt"
-        elif part == "weight_scale" and others.isdisjoint(names):
-            found[layer] = "fp8"
-    return found
-
-
-def check_whole(found: Mapping[str, str], names: Mapping[str, Any], where: Mapping[str, Any]) -> None:
-    """Raise where a layer lacks a part; ``where`` has the file that each tensor is in."""
-    for layer, layout in found.items():
-        lacking = [part for part in PARTS[layout] if f"{layer}.{part}" not in names]
-        there = [part for part in PARTS[layout] if f"{layer}.{part}" in names]
-        if lacking:
-            file = where.get(f"{layer}.{there[0]}", "the checkpoint")
+    def tensors(self, layer: str, weight: NVFP4Weight, input_scale: Tensor | None = None) -> dict[str, Tensor]:
+        if weight.columns % 16 or weight.block_size != 16:
             raise ValueError(
-                f"{file}: {layer} has {', '.join(there)}, but no file of the checkpoint has its {', '.join(lacking)}; "
-                "copy the checkpoint again, or save it again"
+                f"{layer}: checkpoints hold NVFP4 in blocks of 16 with K a multiple of 16, got K={weight.columns} in "
+                f"blocks of {weight.block_size}; exclude the layer from packing, or pack with block_size=16"
             )
+        parts = weight.codes, weight.block_scales, self._stored(weight.global_scale)
+        return {f"{layer}.{part}": tensor for part, tensor in zip(self.parts, parts)}
+
+    def described(self, layer: str, shape: Sequence[int]) -> Described:
+        n, k = shape
+        scale = self._stored(torch.ones(()))
+        kinds = (torch.uint8, (n, k // 2)), (torch.float8_e4m3fn, (n, k // 16)), (scale.dtype, tuple(scale.shape))
+        return {f"{layer}.{part}": kind for part, kind in zip(self.parts, kinds)}
+
+    def read(self, layer: str, tensors: Mapping[str, Tensor]) -> NVFP4Weight:
+        codes, scales, scale = (tensors[f"{layer}.{part}"] for part in self.parts)
+        sizes = (codes.shape[0], codes.shape[1] // 8) if codes.dim() == 2 else None
+        dtypes = codes.dtype == torch.uint8 and scales.dtype in (torch.float8_e4m3fn, *WIDE) and scale.dtype in WIDE
+        if tuple(scales.shape) != sizes or scale.numel() != 1 or not dtypes or codes.shape[1] % 8:
+            raise ValueError(
+                f"{layer}: expected NVFP4 with blocks of 16, codes uint8 [N, K/2], scales e4m3 [N, K/16] and one "
+                f"global scale, got {codes.dtype} {tuple(codes.shape)}, {scales.dtype} {tuple(scales.shape)} and "
+                f"{scale.dtype} {tuple(scale.shape)}"
+            )
+        given = scale.to(torch.float32).reshape(())
+        global_scale = self._read(given)
+        if not 0 < float(global_scale) < float("inf"):
+            got = f"{self.parts[2]}={float(given)}"
+            raise ValueError(f"{layer}: expected a global scale above 0 that is finite, got {got}")
+        return NVFP4Weight(codes, scales.to(torch.float8_e4m3fn), global_scale, 2 * codes.shape[1])
+
+    @abc.abstractmethod
+    def _stored(self, global_scale: Tensor) -> Tensor:
+        """The global scale as the layout has it."""
+
+    @abc.abstractmethod
+    def _read(self, stored: Tensor) -> Tensor:
+        """The inverse of ``_stored``, fp32 []."""
 
 
-def nvfp4_from(name: str, tensors: Mapping[str, Tensor], layout: str) -> NVFP4Weight:
-    """One layer's weight out of a checkpoint's tensors."""
-    codes, scales, scale = (tensors[f"{name}.{part}"] for part in PARTS[layout])
-    shapes = codes.dim() == 2 and tuple(scales.shape) == (codes.shape[0], codes.shape[1] // 8) and scale.numel() == 1
-    dtypes = codes.dtype == torch.uint8 and scales.dtype in (torch.float8_e4m3fn, *WIDE) and scale.dtype in WIDE
-    if not shapes or not dtypes or codes.shape[1] % 8:
-        raise ValueError(
-            f"{name}: expected NVFP4 with blocks of 16, codes uint8 [N, K/2], scales e4m3 [N, K/16] and one global "
-            f"scale, got {codes.dtype} {tuple(codes.shape)}, {scales.dtype} {tuple(scales.shape)} and {scale.dtype} "
-            f"{tuple(scale.shape)}"
-        )
-    given = scale.to(torch.float32).reshape(())
-    global_scale = given if layout == "modelopt" else given.reciprocal()
-    if not 0 < float(global_scale) < float("inf"):
-        got = f"{PARTS[layout][2]}={float(given)}"
-        raise ValueError(f"{name}: expected a global scale above 0 that is finite, got {got}")
-    return NVFP4Weight(codes, scales.to(torch.float8_e4m3fn), global_scale, 2 * codes.shape[1])
+class NVFP4InCompressedTensors(_NVFP4):
+    name = "compressed-tensors"
+    parts = ("weight_packed", "weight_scale", "weight_global_scale")
+    own = ("weight_packed", "weight_global_scale")
+
+    def _stored(self, global_scale: Tensor) -> Tensor:
+        return global_scale.reciprocal().reshape(1)
+
+    def _read(self, stored: Tensor) -> Tensor:
+        return stored.reciprocal()
+
+    def config(self, ignore: Sequence[str], static_inputs: bool | None = None) -> dict[str, Any]:
+        scales = {"scale_dtype": "torch.float8_e4m3fn", "zp_dtype": "torch.float8_e4m3fn"}
+        weights = {"num_bits": 4, "strategy": "tensor_group", "group_size": 16, **scales}
+        return _compressed_tensors("nvfp4-pack-quantized", weights, None, ignore)
 
 
-def fp8_from(name: str, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """One layer's codes [N, K] and scales fp32 [N] out of a checkpoint's tensors; one scale for all is one per row."""
-    codes, scales = tensors[f"{name}.weight"], tensors[f"{name}.weight_scale"]
-    rows = codes.shape[0] if codes.dim() == 2 else None
-    shapes = rows is not None and tuple(scales.shape) in ((), (1,), (1, 1), (rows,), (rows, 1))
-    if codes.dtype != torch.float8_e4m3fn or not shapes or scales.dtype not in WIDE:
-        half = " (or a weight_scale_2, of NVFP4 in modelopt's layout)" if codes.dtype == torch.uint8 else ""
-        raise ValueError(
-            f"{name}: expected FP8 with a scale a row or one for all, codes e4m3 [N, K] and scales [N, 1], [N] or [1]"
-            f"{half}, got {codes.dtype} {tuple(codes.shape)} and {scales.dtype} {tuple(scales.shape)}"
-        )
-    wide = scales.to(torch.float32)
-    if not bool(wide.isfinite().all()):
-        raise ValueError(f"{name}: its weight_scale has values that are not finite; save the checkpoint again")
-    return codes, wide.reshape(-1).expand(codes.shape[0]).contiguous()
+class NVFP4InModelOpt(_NVFP4):
+    name = "modelopt"
+    parts = ("weight", "weight_scale", "weight_scale_2")
+    own = ("weight_scale_2",)
 
+    def _stored(self, global_scale: Tensor) -> Tensor:
+        return global_scale.reshape(())
 
-def input_scale_from(name: str, scale: Tensor) -> Tensor:
-    """The static scale of a layer's inputs, fp32 []."""
-    value = scale.to(torch.float32).reshape(-1) if scale.dtype in WIDE else torch.empty(0)
-    if value.numel() != 1 or not 0 < float(value) < float("inf"):
-        raise ValueError(
-            f"{name}: expected one finite number above 0 as input_scale, got {scale.dtype} {tuple(scale.shape)}"
-            f"{f', {float(value)}' if value.numel() == 1 else ''}"
-        )
-    return value.reshape(())
+    def _read(self, stored: Tensor) -> Tensor:
+        return stored
 
-
-def read_layer(name: str, tensors: Mapping[str, Tensor], layout: str) -> NVFP4Weight | tuple[Tensor, Tensor]:
-    """One layer's weight, in a layout of ``packed_layers``."""
-    return fp8_from(name, tensors) if layout == "fp8" else nvfp4_from(name, tensors, layout)
-
-
-# Of FP8 inputs in compressed-tensors' words, by whether their scales are static.
-FP8_INPUTS = {
-    True: {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False},
-    False: {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True},
-}
-
-
-def quantization_config(
-    layout: str, format: str, ignore: Sequence[str], inputs: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """What goes into ``config.json`` under "quantization_config"; ``inputs``: one of ``FP8_INPUTS``."""
-    if layout == "modelopt":
+    def config(self, ignore: Sequence[str], static_inputs: bool | None = None) -> dict[str, Any]:
         return {
             "quant_method": "modelopt",
             "quant_algo": "W4A16_NVFP4",
@@ -165,14 +143,84 @@ def quantization_config(
             "ignore": list(ignore),
             "producer": {"name": "fp8_compile"},
         }
-    weights: dict[str, Any] = {"type": "float", "symmetric": True, "dynamic": False}
-    if format == "nvfp4":
-        weights |= {"num_bits": 4, "strategy": "tensor_group", "group_size": 16}
-        weights |= {"scale_dtype": "torch.float8_e4m3fn", "zp_dtype": "torch.float8_e4m3fn"}
-    else:
-        weights |= {"num_bits": 8, "strategy": "channel"}
+
+    def other_files(self, ignore: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """``hf_quant_config.json``, by which servers know modelopt's checkpoints."""
+        quantization = {
+            "quant_algo": "W4A16_NVFP4",
+            "kv_cache_quant_algo": None,
+            "group_size": 16,
+            "exclude_modules": list(ignore),
+        }
+        return {"hf_quant_config.json": {"producer": {"name": "fp8_compile"}, "quantization": quantization}}
+
+
+NVFP4_LAYOUTS = NVFP4InCompressedTensors(), NVFP4InModelOpt()
+
+
+class FP8InCompressedTensors(Layout[FP8Weight]):
+    name = "compressed-tensors"
+    parts = ("weight", "weight_scale")
+    own = ("weight_scale",)
+    others = tuple(part for layout in NVFP4_LAYOUTS for part in layout.own)  # with one of these it is not FP8's scale
+    inputs: ClassVar[dict[bool | None, dict[str, Any] | None]] = {  # by ``static_inputs``
+        None: None,
+        True: {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False},
+        False: {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True},
+    }
+
+    def is_told_by(self, layer: str, part: str, names: Mapping[str, Any]) -> bool:
+        return part in self.own and not any(f"{layer}.{other}" in names for other in self.others)
+
+    def tensors(self, layer: str, weight: FP8Weight, input_scale: Tensor | None = None) -> dict[str, Tensor]:
+        inputs = {} if input_scale is None else {f"{layer}.input_scale": input_scale.reshape(1).clone()}
+        return {f"{layer}.weight": weight.codes, f"{layer}.weight_scale": weight.scales[:, None], **inputs}
+
+    def described(self, layer: str, shape: Sequence[int]) -> Described:
+        n, k = shape
+        return {f"{layer}.weight": (torch.float8_e4m3fn, (n, k)), f"{layer}.weight_scale": (torch.float32, (n, 1))}
+
+    def read(self, layer: str, tensors: Mapping[str, Tensor]) -> FP8Weight:
+        """Codes [N, K] and scales fp32 [N]; one scale for the whole matrix becomes one per row."""
+        codes, scales = tensors[f"{layer}.weight"], tensors[f"{layer}.weight_scale"]
+        rows = codes.shape[0] if codes.dim() == 2 else None
+        shapes = rows is not None and tuple(scales.shape) in ((), (1,), (1, 1), (rows,), (rows, 1))
+        if codes.dtype != torch.float8_e4m3fn or not shapes or scales.dtype not in WIDE:
+            half = " (or a weight_scale_2, of NVFP4 in modelopt's layout)" if codes.dtype == torch.uint8 else ""
+            raise ValueError(
+                f"{layer}: expected FP8 with a scale a row or one for all, codes e4m3 [N, K] and scales [N, 1], [N] or "
+                f"[1]{half}, got {codes.dtype} {tuple(codes.shape)} and {scales.dtype} {tuple(scales.shape)}"
+            )
+        wide = scales.to(torch.float32)
+        if not bool(wide.isfinite().all()):
+            raise ValueError(f"{layer}: its weight_scale has values that are not finite; save the checkpoint again")
+        return FP8Weight(codes, wide.reshape(-1).expand(codes.shape[0]).contiguous())
+
+    def read_input_scale(self, layer: str, tensors: Mapping[str, Tensor]) -> Tensor | None:
+        scale = tensors.get(f"{layer}.input_scale")
+        if scale is None:
+            return None
+        value = scale.to(torch.float32).reshape(-1) if scale.dtype in WIDE else torch.empty(0)
+        if value.numel() != 1 or not 0 < float(value) < float("inf"):
+            raise ValueError(
+                f"{layer}: expected one finite number above 0 as input_scale, got {scale.dtype} {tuple(scale.shape)}"
+                f"{f', {float(value)}' if value.numel() == 1 else ''}"
+            )
+        return value.reshape(())
+
+    def config(self, ignore: Sequence[str], static_inputs: bool | None = None) -> dict[str, Any]:
+        weights = {"num_bits": 8, "strategy": "channel"}
+        return _compressed_tensors("float-quantized", weights, self.inputs[static_inputs], ignore)
+
+
+FP8_LAYOUTS = (FP8InCompressedTensors(),)
+
+
+def _compressed_tensors(
+    stored: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, ignore: Sequence[str]
+) -> dict[str, Any]:
+    weights = {"type": "float", "symmetric": True, "dynamic": False, **weights}
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
-    stored = "nvfp4-pack-quantized" if format == "nvfp4" else "float-quantized"
     return {
         "quant_method": "compressed-tensors",
         "format": stored,
@@ -181,24 +229,3 @@ def quantization_config(
         "ignore": list(ignore),
         "kv_cache_scheme": None,
     }
-
-
-def modelopt_file(ignore: Sequence[str]) -> dict[str, Any]:
-    """``hf_quant_config.json``, by which servers know modelopt's checkpoints."""
-    return {
-        "producer": {"name": "fp8_compile"},
-        "quantization": {
-            "quant_algo": "W4A16_NVFP4",
-            "kv_cache_quant_algo": None,
-            "group_size": 16,
-            "exclude_modules": list(ignore),
-        },
-    }
-
-
-def _check_storable(name: str, weight: NVFP4Weight) -> None:
-    if weight.columns % 16 or weight.block_size != 16:
-        raise ValueError(
-            f"{name}: checkpoints hold NVFP4 in blocks of 16 with K a multiple of 16, got K={weight.columns} in blocks "
-            f"of {weight.block_size}; exclude the layer from packing, or pack with block_size=16"
-        )

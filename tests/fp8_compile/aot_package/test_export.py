@@ -446,8 +446,8 @@ def test_a_write_that_fails_leaves_what_was_there(
 ) -> None:
     module, path = sys.modules["fp8_compile.aot_package.export"], tmp_path / "model.pt2"
 
-    def fail(path: str, *_: Any) -> None:
-        pathlib.Path(path).write_bytes(b"half of it")
+    def fail(path: pathlib.Path, *_: Any) -> None:
+        path.write_bytes(b"half of it")
         raise OSError("disk full")
 
     path.write_bytes(b"before")

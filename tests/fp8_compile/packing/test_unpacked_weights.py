@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fp8_compile.packing.unpacked_weights import other_weights
+from fp8_compile.packing.unpacked_weights import unpacked_weights
 
 
 class Router(nn.Module):
@@ -38,7 +38,7 @@ def test_products_have_a_reason_and_lookups_convolutions_norms_and_biases_have_n
         }
     )
     known = {id(model["linear"].weight), id(model["attention"].out_proj.weight)}
-    found = other_weights(model, known)
+    found = unpacked_weights(model, known)
     assert set(found) == {
         *("router.weight", "stacks.gate_up_proj", "stacks.small"),
         *("attention.in_proj_weight", "lstm.weight_ih_l0", "lstm.weight_hh_l0"),

@@ -1,4 +1,4 @@
-"""MultiplyExperts: the graph before and after, and what it leaves alone."""
+"""MultiplyPacked on stacks of experts: the graph before and after, and what it leaves alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp8_compile import quantize_nvfp4
 from fp8_compile.kernels import experts, fp8_weight
-from fp8_compile.passes.joint.multiply_experts import MultiplyExperts
+from fp8_compile.passes.joint.multiply_packed import MultiplyPacked
 
 aten = torch.ops.aten
 MATRICES = [quantize_nvfp4(torch.randn(24, 32), "rtn") for _ in range(3)]
@@ -36,10 +36,10 @@ class Names:
         return True
 
 
-def rewritten(function, *args: Tensor, target: str = "cpu") -> tuple[fx.GraphModule, MultiplyExperts]:
+def rewritten(function, *args: Tensor, target: str = "cpu") -> tuple[fx.GraphModule, MultiplyPacked]:
     with FakeTensorMode(allow_non_fake_inputs=True):
         traced = make_fx(function, tracing_mode="fake")(*(torch.empty_like(arg) for arg in args))
-    one = MultiplyExperts(Names(), target)
+    one = MultiplyPacked(Names(), target)
     one.run(traced.graph)
     traced.graph.eliminate_dead_code()
     traced.graph.lint()

@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from fp8_compile import calibrate, load_checkpoint, pack, pack_folder, quantize_nvfp4, save_checkpoint
 from fp8_compile.kernels.nvfp4 import e2m1
+from fp8_compile.packing import formats
 from fp8_compile.packing.checkpoints.save_and_load import read_tensors
 from fp8_compile.packing.packed_linear import NVFP4Linear
 
@@ -342,9 +343,6 @@ def test_folders_say_which_matrices_are_not_packed_and_refuse_those_that_are_tra
 
 
 def test_an_interrupted_run_leaves_nothing_that_looks_whole(tmp_path: pathlib.Path, monkeypatch) -> None:
-    from fp8_compile import pack_folder as function
-
-    module = __import__("sys").modules[function.__module__]
     source, target = tmp_path / "in", tmp_path / "out"
     llama().save_pretrained(source, max_shard_size="60KB")
     calls = []
@@ -355,7 +353,7 @@ def test_an_interrupted_run_leaves_nothing_that_looks_whole(tmp_path: pathlib.Pa
             raise KeyboardInterrupt
         return quantize_nvfp4(*args, **options)
 
-    monkeypatch.setattr(module, "quantize_nvfp4", interrupted)
+    monkeypatch.setattr(formats, "quantize_nvfp4", interrupted)
     with pytest.raises(KeyboardInterrupt):
         pack_folder(source, target, progress=False)
     written = {file.name for file in target.iterdir()}

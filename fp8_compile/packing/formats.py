@@ -1,0 +1,262 @@
+"""The formats of packed weights. A format is one object, which knows
+
+    how a matrix is quantized: methods, options, what is shared by layers that servers fuse
+    which modules hold it: a linear layer, a stack of experts
+    what inputs may be rounded to
+    how checkpoints store it: the layouts of ``checkpoints/layouts.py``
+
+A new format is a new subclass with its module classes and layouts, and an entry in ``FORMATS``. (How a compiled graph
+multiplies by it is one entry in the table of ``passes/joint/packed_formats.py``.)
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import logging
+from typing import Any, Callable, ClassVar, Generic, Iterable, Mapping, Sequence, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from fp8_compile.kernels import fp8_inputs, fp8_weight
+from fp8_compile.kernels.fp8_weight import FP8Weight
+from fp8_compile.kernels.nvfp4 import ops as nvfp4
+from fp8_compile.kernels.nvfp4.quantize import METHODS, NEED_HESSIAN, check_method, own_global_scale, quantize_nvfp4
+from fp8_compile.kernels.nvfp4.weight import NVFP4Weight
+
+from .calibration import Calibration
+from .checkpoints.layouts import FP8_LAYOUTS, NVFP4_LAYOUTS, Layout
+from .input_scales import static_scales
+from .linear_layers import fused_groups
+from .packed_experts import FP8Stack, NVFP4Stack, PackedStack
+from .packed_linear import FP8Linear, NVFP4Linear, PackedLinear
+from .packed_weight import Matrix
+
+log = logging.getLogger("fp8_compile")
+M = TypeVar("M", bound=Matrix)
+
+
+class Format(abc.ABC, Generic[M]):
+    """A format of packed weights; ``M`` is a matrix in it."""
+
+    name: ClassVar[str]  # as the user writes it
+    title: ClassVar[str]  # in sentences
+    weights: ClassVar[str]  # what a checkpoint holds, in sentences
+    matrix: type[M]
+    linear: type[PackedLinear]
+    stack: type[PackedStack]
+    activations: ClassVar[tuple[str | None, ...]]
+    layouts: tuple[Layout[M], ...]
+    fallback: ClassVar[str]  # the method for a matrix that has no Hessian where its method needs one
+    measures_on_inputs: ClassVar[bool]  # True if errors are the output's wherever there is a calibration
+
+    @abc.abstractmethod
+    def check(self, method: str | None, options: Mapping[str, Any], activations: str | None, calibrated: bool) -> None:
+        """Raise a ValueError for arguments of ``pack`` that are not for this format."""
+
+    @abc.abstractmethod
+    def method(self, asked: str | None, calibrated: bool) -> str:
+        """The method that is used where the user asked for one, or for none."""
+
+    def check_method(self, method: str, calibrated: bool, layer: str) -> None:
+        """Raise a ValueError where the method needs a calibration and there is none; ``layer`` is named in it."""
+
+    def needs_hessian(self, method: str) -> bool:
+        """True if the method weighs errors by the layer's inputs."""
+        return False
+
+    @abc.abstractmethod
+    def quantize(
+        self,
+        w: Tensor,
+        method: str,
+        hessian: Tensor | None = None,
+        *,
+        name: str,
+        shared: Tensor | None = None,
+        block_size: int = 16,
+        **options: Any,
+    ) -> M:
+        """The matrix in this format. ``shared`` is what ``shared_scales`` has for it."""
+
+    def shared_scales(
+        self, names: Iterable[str], matrix_of: Callable[[str], Tensor], method: str
+    ) -> dict[str, Tensor]:
+        """The scale that layers which servers fuse have in common, by name; nothing where each has its own."""
+        return {}
+
+    def input_scales(self, names: Iterable[str], calibration: Calibration) -> dict[str, Tensor]:
+        """Static scales of the layers' inputs, by name; nothing where inputs need none."""
+        return {}
+
+    @abc.abstractmethod
+    def rows(self, matrix: M, rows: slice) -> M:
+        """Some rows of a matrix, in memory of their own."""
+
+    @abc.abstractmethod
+    def concatenate(self, matrices: Sequence[M], name: str) -> M:
+        """The rows of all the matrices, one matrix after the other."""
+
+    def fuse(self, matrices: dict[str, M]) -> None:
+        """Give layers that servers fuse what they must have in common in a checkpoint, in place of what they have."""
+
+    def layout(self, name: str, layer: str) -> Layout[M]:
+        """The layout of that name; a ValueError that names the layer where this format has none."""
+        found = next((layout for layout in self.layouts if layout.name == name), None)
+        if found is None:
+            expected = " or ".join(f"layout={layout.name!r}" for layout in self.layouts)
+            raise ValueError(f"{layer}: {self.weights} are stored by {expected}, got {name!r}")
+        return found
+
+
+class NVFP4Format(Format[NVFP4Weight]):
+    """E2M1 in blocks with an E4M3 scale each, and one FP32 scale for the matrix."""
+
+    name, title, weights = "nvfp4", "NVFP4", "NVFP4 weights"
+    matrix, linear, stack = NVFP4Weight, NVFP4Linear, NVFP4Stack
+    activations = nvfp4.ACTIVATIONS
+    layouts = NVFP4_LAYOUTS
+    fallback = "sweep"
+    measures_on_inputs = False
+
+    def check(self, method: str | None, options: Mapping[str, Any], activations: str | None, calibrated: bool) -> None:
+        if method is not None and method not in METHODS:
+            check_method(method, True, "pack")
+
+    def method(self, asked: str | None, calibrated: bool) -> str:
+        return asked or ("gptq" if calibrated else "sweep")
+
+    def check_method(self, method: str, calibrated: bool, layer: str) -> None:
+        check_method(method, calibrated, layer)
+
+    def needs_hessian(self, method: str) -> bool:
+        return method in NEED_HESSIAN
+
+    def quantize(
+        self,
+        w: Tensor,
+        method: str,
+        hessian: Tensor | None = None,
+        *,
+        name: str,
+        shared: Tensor | None = None,
+        block_size: int = 16,
+        **options: Any,
+    ) -> NVFP4Weight:
+        return quantize_nvfp4(
+            w, method, hessian, block_size=block_size, global_scale=shared, name=name, **options
+        )
+
+    def shared_scales(
+        self, names: Iterable[str], matrix_of: Callable[[str], Tensor], method: str
+    ) -> dict[str, Tensor]:
+        """One global scale per group: the largest of its layers'."""
+        shared = {}
+        for group in fused_groups(names):
+            largest = torch.stack([own_global_scale(matrix_of(name), method) for name in group]).amax()
+            if largest.isfinite():  # or the layer that is not says so itself
+                shared.update(dict.fromkeys(group, largest))
+        return shared
+
+    def rows(self, matrix: NVFP4Weight, rows: slice) -> NVFP4Weight:
+        codes, block_scales = matrix.codes[rows].contiguous(), matrix.block_scales[rows].contiguous()
+        return NVFP4Weight(codes, block_scales, matrix.global_scale, matrix.columns)
+
+    def concatenate(self, matrices: Sequence[NVFP4Weight], name: str) -> NVFP4Weight:
+        scale = torch.stack([one.global_scale for one in matrices]).amax()
+        if any(not torch.equal(one.global_scale, scale) for one in matrices):
+            log.warning("%s: gate and up given one global scale, their block scales searched again", name)
+            whole = torch.cat([one.dequantize() for one in matrices])
+            return quantize_nvfp4(whole, "sweep", global_scale=scale, name=name)
+        codes, block_scales = (torch.cat([getattr(one, part) for one in matrices]) for part in self.stack.packed[:2])
+        return NVFP4Weight(codes, block_scales, scale, matrices[0].columns)
+
+    def fuse(self, matrices: dict[str, NVFP4Weight]) -> None:
+        for group in fused_groups(matrices):
+            scales = [matrices[name].global_scale for name in group]
+            if all(torch.equal(scale, scales[0]) for scale in scales):
+                continue
+            shared = torch.stack([scale.cpu() for scale in scales]).amax()
+            log.warning("%s: given one global scale, their block scales searched again", ", ".join(group))
+            for name in group:
+                matrices[name] = quantize_nvfp4(matrices[name].dequantize(), "sweep", global_scale=shared, name=name)
+
+
+class FP8Format(Format[FP8Weight]):
+    """E4M3 with one scale per row."""
+
+    name, title, weights = "fp8", "FP8", "FP8 weights with a scale a row"
+    matrix, linear, stack = FP8Weight, FP8Linear, FP8Stack
+    activations = fp8_inputs.ACTIVATIONS
+    layouts = FP8_LAYOUTS
+    fallback = "rtn"
+    measures_on_inputs = True
+
+    def check(self, method: str | None, options: Mapping[str, Any], activations: str | None, calibrated: bool) -> None:
+        if method not in (None, "rtn") or options:
+            raise ValueError("format='fp8' has one method, 'rtn', without options; leave them out")
+        if calibrated and activations is None:
+            raise ValueError(
+                "calibration: of format='fp8' it gives the inputs their scales, but activations=None keeps inputs "
+                "exact; say activations='fp8', or leave the calibration out"
+            )
+
+    def method(self, asked: str | None, calibrated: bool) -> str:
+        return "rtn"
+
+    def quantize(
+        self,
+        w: Tensor,
+        method: str,
+        hessian: Tensor | None = None,
+        *,
+        name: str,
+        shared: Tensor | None = None,
+        block_size: int = 16,
+        **options: Any,
+    ) -> FP8Weight:
+        return fp8_weight.quantize(w, name)
+
+    def input_scales(self, names: Iterable[str], calibration: Calibration) -> dict[str, Tensor]:
+        return static_scales(names, calibration)
+
+    def rows(self, matrix: FP8Weight, rows: slice) -> FP8Weight:
+        return FP8Weight(matrix.codes[rows].contiguous(), matrix.scales[rows].contiguous())
+
+    def concatenate(self, matrices: Sequence[FP8Weight], name: str) -> FP8Weight:
+        return FP8Weight(*(torch.cat(parts) for parts in zip(*matrices)))
+
+
+NVFP4, FP8 = NVFP4Format(), FP8Format()
+FORMATS: dict[str, Format[Any]] = {format.name: format for format in (NVFP4, FP8)}
+
+
+def format_of(module: nn.Module) -> Format[Any]:
+    """The format of a packed layer or stack."""
+    return next(format for format in FORMATS.values() if isinstance(module, (format.linear, format.stack)))
+
+
+def format_of_matrix(matrix: Matrix) -> Format[Any]:
+    return next(format for format in FORMATS.values() if isinstance(matrix, format.matrix))
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How weights are packed: the arguments of ``pack``, checked, with their defaults."""
+
+    format: Format[Any]
+    method: str
+    activations: str | None
+    block_size: int
+    options: Mapping[str, Any]
+
+    def without_hessian(self) -> Settings:
+        """The settings for a matrix whose inputs are not known, where the method needs them."""
+        return dataclasses.replace(self, method=self.format.fallback, options={})
+
+    def quantize(self, w: Tensor, hessian: Tensor | None, *, name: str, shared: Tensor | None) -> Any:
+        """One matrix in the format."""
+        return self.format.quantize(
+            w, self.method, hessian, name=name, shared=shared, block_size=self.block_size, **self.options
+        )

@@ -1,0 +1,54 @@
+"""What is used of transformers beyond its documented interface: how it renames tensors when it saves and loads a model,
+and the names of a Trainer's files. It is imported when it is needed."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from typing import Any, Callable
+
+from torch import Tensor, nn
+
+TRIED = "5.23"  # a release that has all of this
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversions:
+    """What transformers does to the tensors of a model between memory and a checkpoint."""
+
+    split: Callable[[dict[str, Tensor]], dict[str, Tensor]]  # stacks of experts as they are saved
+    stored: Callable[[str], str]  # the name that another tensor is saved under
+    own: Callable[[str], str]  # the inverse of it
+
+
+def conversions(root: nn.Module) -> Conversions | None:
+    """The conversions of a model of transformers; None for a module that is not one."""
+    if not hasattr(root, "base_model_prefix"):
+        return None
+    mapping_of = _named("conversion_mapping", "get_model_conversion_mapping")
+    revert, rename = (_named("core_model_loading", name) for name in ("revert_weight_conversion", "apply_renamings"))
+    renaming, prefix_change = (_named("core_model_loading", name) for name in ("WeightRenaming", "PrefixChange"))
+    found = getattr(root, "_weight_conversions", None) or mapping_of(root, add_legacy=False)
+    renamings = [one for one in found if isinstance(one, renaming) and not isinstance(one, prefix_change)]
+    reverse = [one.reverse_transform() for one in renamings[::-1]]
+    return Conversions(
+        lambda tensors: revert(root, tensors), lambda name: rename(name, reverse), lambda name: rename(name, renamings)
+    )
+
+
+def optimizer_file() -> str:
+    """The file of a Trainer's checkpoint that has the optimizer's state."""
+    return _named("trainer", "OPTIMIZER_NAME")
+
+
+def _named(module: str, name: str) -> Any:
+    """An object of transformers; an ImportError that says what to install where this release does not have it."""
+    import transformers
+
+    try:
+        return getattr(importlib.import_module(f"transformers.{module}"), name)
+    except (ImportError, AttributeError) as error:
+        raise ImportError(
+            f"transformers {transformers.__version__} has no {module}.{name}, which fp8_compile needs for checkpoints; "
+            f"install a release that has it, such as {TRIED}"
+        ) from error

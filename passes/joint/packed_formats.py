@@ -1,0 +1,166 @@
+"""The operations of each format of packed weights: a new format is a new object, and an entry in ``FORMATS``.
+
+    dequantize(*parts, dtype, ...)                    what a packed layer multiplies by         -> w [N, K]
+    dequantize_experts(*parts, dtype, ..., which)     what packed experts multiply by           -> w [E, N, K]
+    multiply, multiply_experts                        the products that read the packed form
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from typing import ClassVar, Sequence
+
+import torch
+from torch import fx
+
+from fp8_compile.kernels import experts, fp8_inputs, fp8_weight
+from fp8_compile.kernels.nvfp4 import ops as nvfp4
+from fp8_compile.torch_internals.graphs import OpOverload
+
+from ..graph.emit import emit, value
+from .multiply_fp8 import multiply_fp8, reason_against_fp8
+
+
+@dataclasses.dataclass(frozen=True)
+class Rounding:
+    """How the inputs of a layer are rounded before they are multiplied."""
+
+    activations: str
+    scale: fx.Node | None = None  # where it is static
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """What a row says about the inputs of a product."""
+
+    format: str
+    words: str = ""  # more about them, after a comma
+
+
+class PackedFormat(abc.ABC):
+    """A format of packed weights."""
+
+    name: ClassVar[str]
+    values: ClassVar[str]  # what a weight's codes are, in rows
+    dequantize: OpOverload
+    dequantize_experts: OpOverload
+    experts_arguments: ClassVar[int]  # of ``dequantize_experts``, before ``which``
+    round: OpOverload  # of a layer's inputs; the first argument is what is rounded
+
+    @abc.abstractmethod
+    def rounding(self, node: fx.Node) -> Rounding:
+        """What a node of ``round`` does."""
+
+    @abc.abstractmethod
+    def inputs(self, x: fx.Node, rounding: Rounding | None, shape: Sequence[int | torch.SymInt], target: str) -> Inputs:
+        """What inputs are rounded to, in words."""
+
+    @abc.abstractmethod
+    def multiply(
+        self,
+        graph: fx.Graph,
+        x: fx.Node,
+        dequantize: fx.Node,
+        bias: fx.Node | None,
+        rounding: Rounding | None,
+        shape: Sequence[int | torch.SymInt],
+        target: str,
+        *,
+        like: fx.Node,
+    ) -> fx.Node:
+        """``round(x) @ dequantize.T + bias``, from the packed form."""
+
+    @abc.abstractmethod
+    def multiply_experts(
+        self, graph: fx.Graph, x: fx.Node, dequantize: fx.Node, which: fx.Node, rows: str, *, like: fx.Node
+    ) -> fx.Node:
+        """``x[row] @ dequantize[expert of the row].T``, from the packed form; see ``kernels/experts.py``."""
+
+
+class NVFP4(PackedFormat):
+    name, values = "nvfp4", "e2m1"
+    dequantize, dequantize_experts, experts_arguments = nvfp4.dequantize_op, experts.nvfp4_dequantize_op, 6
+    round = nvfp4.round_activations_op
+
+    def rounding(self, node: fx.Node) -> Rounding:
+        return Rounding(str(node.args[1]))
+
+    def inputs(self, x: fx.Node, rounding: Rounding | None, shape: Sequence[int | torch.SymInt], target: str) -> Inputs:
+        return Inputs(rounding.activations if rounding else dtype_name(x))
+
+    def multiply(
+        self,
+        graph: fx.Graph,
+        x: fx.Node,
+        dequantize: fx.Node,
+        bias: fx.Node | None,
+        rounding: Rounding | None,
+        shape: Sequence[int | torch.SymInt],
+        target: str,
+        *,
+        like: fx.Node,
+    ) -> fx.Node:
+        codes, block_scales, global_scale, _, _, layout = dequantize.args
+        activations = rounding.activations if rounding else None
+        return emit(graph, nvfp4.mm_op, x, codes, block_scales, global_scale, bias, activations, layout, like=like)
+
+    def multiply_experts(
+        self, graph: fx.Graph, x: fx.Node, dequantize: fx.Node, which: fx.Node, rows: str, *, like: fx.Node
+    ) -> fx.Node:
+        codes, block_scales, global_scale, _, _, layout = dequantize.args
+        packed = codes, block_scales, global_scale
+        return emit(graph, experts.nvfp4_mm_op, x, *packed, which, rows, layout, like=like)
+
+
+class FP8(PackedFormat):
+    """Where inputs are rounded too, the product is an FP8 gemm, if the target has one for its sizes."""
+
+    name, values = "fp8", "e4m3"
+    dequantize, dequantize_experts, experts_arguments = fp8_weight.dequantize_op, experts.fp8_dequantize_op, 3
+    round = fp8_inputs.round_inputs_op
+
+    def rounding(self, node: fx.Node) -> Rounding:
+        scale = node.args[1]
+        return Rounding("fp8", scale if isinstance(scale, fx.Node) else None)
+
+    def inputs(self, x: fx.Node, rounding: Rounding | None, shape: Sequence[int | torch.SymInt], target: str) -> Inputs:
+        if rounding is None:
+            return Inputs(dtype_name(x))
+        words = "dynamic scale a row" if rounding.scale is None else "static scale"
+        against = reason_against_fp8(shape, target)
+        return Inputs("e4m3", f"{words}; multiplied in {dtype_name(x)}: {against}" if against else words)
+
+    def multiply(
+        self,
+        graph: fx.Graph,
+        x: fx.Node,
+        dequantize: fx.Node,
+        bias: fx.Node | None,
+        rounding: Rounding | None,
+        shape: Sequence[int | torch.SymInt],
+        target: str,
+        *,
+        like: fx.Node,
+    ) -> fx.Node:
+        codes, scales, _ = dequantize.args
+        if rounding is not None:
+            if reason_against_fp8(shape, target) is None:
+                return multiply_fp8(graph, x, rounding.scale, codes, scales, bias, target, like=like)
+            x = emit(graph, fp8_inputs.round_inputs_op, x, rounding.scale, like=like)
+        return emit(graph, fp8_weight.mm_op, x, codes, scales, bias, like=like)
+
+    def multiply_experts(
+        self, graph: fx.Graph, x: fx.Node, dequantize: fx.Node, which: fx.Node, rows: str, *, like: fx.Node
+    ) -> fx.Node:
+        codes, scales, _ = dequantize.args
+        return emit(graph, experts.fp8_mm_op, x, codes, scales, which, rows, like=like)
+
+
+FORMATS: tuple[PackedFormat, ...] = (NVFP4(), FP8())
+OF_LAYERS: dict[object, PackedFormat] = {format.dequantize: format for format in FORMATS}
+OF_EXPERTS: dict[object, PackedFormat] = {format.dequantize_experts: format for format in FORMATS}
+
+
+def dtype_name(node: fx.Node) -> str:
+    return str(value(node).dtype).removeprefix("torch.")
