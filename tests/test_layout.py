@@ -19,12 +19,16 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = {"fp8_compile": "fp8_compile", "passes": "fp8_compile.passes", "kernels": "fp8_compile.kernels"}
 OUR_FOLDERS = (*PACKAGES, "tests", "examples", "benchmarks")
 WALL = "fp8_compile.torch_internals"
+# What every pass is written with.
+WORDS = ("fp8_compile.passes.graph", "fp8_compile.passes.graph_pass")
 # Folder -> what it may import of ours. Imports go fp8_compile -> passes -> kernels -> torch_internals, never back.
 ALLOWED = {
     "passes": ("fp8_compile.passes", "fp8_compile.kernels", WALL),
     "kernels": ("fp8_compile.kernels", WALL),
     "fp8_compile/torch_internals": (WALL,),
     "passes/graph": ("fp8_compile.passes.graph", "fp8_compile.kernels", WALL),
+    "passes/joint": (*WORDS, "fp8_compile.passes.joint", "fp8_compile.kernels", WALL),
+    "passes/split": (*WORDS, "fp8_compile.passes.split", "fp8_compile.kernels", WALL),
     "kernels/inductor": ("fp8_compile.kernels", WALL),
 }
 # Room of fp8_compile -> the rooms that it may import. What stands beside the rooms is for all of them.

@@ -12,6 +12,7 @@ from fp8_compile.kernels import experts
 from fp8_compile.torch_internals.graphs import OpOverload, op_name, schema_name
 
 from ..graph.emit import NEVER_SAVED, emit, value
+from ..graph.marks import set_mark
 from ..graph.roles import Names, is_backward
 from ..graph.row import REWRITTEN, Row, code_line
 from ..graph_pass import GraphPass, PassReport
@@ -90,7 +91,7 @@ class MultiplyExperts(GraphPass):
         found = found if self.target == "cpu" else []
         for product in found:
             module = self.names.module_of(product.node)
-            product.node.meta.update(fp8_module=module, fp8_gemm="output", fp8_site=product.node.name)
+            set_mark(product.node, site=product.node.name, module=module, gemm="output")
             self.rows.append(self._row(product, module))
             _replace(graph, product)
         graph.eliminate_dead_code()

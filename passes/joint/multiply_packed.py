@@ -12,6 +12,7 @@ from fp8_compile.kernels.nvfp4 import ops as nvfp4
 from fp8_compile.torch_internals.graphs import op_name
 
 from ..graph.emit import NEVER_SAVED, emit, value
+from ..graph.marks import set_mark
 from ..graph.roles import Names, is_backward
 from ..graph.row import REWRITTEN, Row, code_line
 from ..graph_pass import GraphPass, PassReport
@@ -69,7 +70,7 @@ class MultiplyPacked(GraphPass):
         found = [product for node in graph.nodes if (product := _packed_product(node)) is not None]
         for product in found:
             module = self.names.module_of(product.node)
-            product.node.meta.update(fp8_module=module, fp8_gemm="output", fp8_site=product.node.name)
+            set_mark(product.node, site=product.node.name, module=module, gemm="output")
             against = self._reason_against_fp8(product)
             self.rows.append(_row(product, module, against))
             _replace(graph, product, self.target, in_fp8=product.activations == "fp8" and against is None)

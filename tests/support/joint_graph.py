@@ -29,6 +29,7 @@ from fp8_compile.backend.module_names import ModuleNames
 from fp8_compile.kernels.gpu.cublaslt_mm import cublaslt_mm_op
 from fp8_compile.passes.graph.matmul import Matmul, OtherMatmul
 from fp8_compile.passes.graph_pass import GraphPass
+from fp8_compile.passes.invariants import check_graph
 from fp8_compile.passes.joint.decide import Rules
 from fp8_compile.passes.joint.find_matmuls import find_matmuls
 from fp8_compile.passes.pipeline import JointPipeline
@@ -149,10 +150,12 @@ def run_passes(joint: JointGraph, rules: Rules) -> list[Step]:
 
 
 def apply(one: GraphPass, graph: fx.Graph) -> int:
-    """One pass in place, with the cleaning that the pipeline does after it; how many places it changed."""
+    """Run one pass in place, with the cleaning and the checks that the pipeline does after it; return how many places
+    it changed."""
     report = one.run(graph)
     graph.eliminate_dead_code()
     graph.lint()
+    check_graph(graph, one.name, one.leaves_no)
     return report.changes
 
 

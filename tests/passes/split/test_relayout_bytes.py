@@ -11,7 +11,8 @@ from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
 
 from fp8_compile.passes.graph.emit import emit
-from fp8_compile.passes.split.relayout_bytes import RelayoutBytes, emit_relayout
+from fp8_compile.passes.graph.relayouts import emit_relayout
+from fp8_compile.passes.split.relayout_bytes import RelayoutBytes
 
 aten = torch.ops.aten
 E4M3 = torch.float8_e4m3fn
