@@ -74,23 +74,15 @@ class DelayScales(GraphPass):
         if not state:
             return PassReport(0, "quantizes delayed")
         training = any(is_backward(node) for node in graph.nodes)
-        pages: dict[tuple[str, int], PageInGraph] = {}
+        pages = PagesInGraph(graph, self.pool, self.rule, state, held=self.held)
         for index, node in enumerate(nodes):
-            use = mark_of(node).use
-            assert use is not None, node.format_node()
-            place = self.pool.place(use)
-            if place is None:
-                continue
-            key = self.pool.direction(use), place.page
-            if key not in pages:
-                largest = format_of(arguments(node)[1]).max
-                pages[key] = PageInGraph(graph, *key, state, self.rule, largest, held=self.held)
-            self._replace(graph, node, index, pages[key], place.row)
+            if (place := pages.place(node)) is not None:
+                self._replace(graph, node, index, *place)
         saved = saved_relayouts(graph)
-        for (direction, _), page in pages.items():
+        for (direction, _), page in pages.pages.items():
             made, saved = (saved, []) if direction != BACKWARD else ([], saved)
             page.finish(stats=training and self.stats, made=made)
-        return PassReport(sum(len(page.rows) for page in pages.values()), "quantizes delayed")
+        return PassReport(sum(len(page.rows) for page in pages.pages.values()), "quantizes delayed")
 
     def _replace(self, graph: fx.Graph, node: fx.Node, index: int, page: PageInGraph, row: int) -> None:
         """Put the formula in the place of a quantize; all its nodes are marked with ``index``."""
@@ -120,8 +112,31 @@ class DelayScales(GraphPass):
         replace_results(graph, node, (q, dequant_scale))
 
 
+class PagesInGraph:
+    """The pages of the state that a graph has tensors in, by direction and number."""
+
+    def __init__(
+        self, graph: fx.Graph, pool: SlotPool, rule: UpdateRule, state: dict[str, fx.Node], *, held: bool
+    ) -> None:
+        self.graph, self.pool, self.rule, self.state, self.held = graph, pool, rule, state, held
+        self.pages: dict[tuple[str, int], PageInGraph] = {}
+
+    def place(self, quantize: fx.Node) -> tuple[PageInGraph, int] | None:
+        """Page and row of what a node quantizes; None if the tensor takes its own scale."""
+        use = mark_of(quantize).use
+        assert use is not None, quantize.format_node()
+        place = self.pool.place(use)
+        if place is None:
+            return None
+        key = self.pool.direction(use), place.page
+        if key not in self.pages:
+            largest = format_of(arguments(quantize)[1]).max
+            self.pages[key] = PageInGraph(self.graph, *key, self.state, self.rule, largest, held=self.held)
+        return self.pages[key], place.row
+
+
 class PageInGraph:
-    """One page of the state in one graph: updated at the start, amaxes recorded at the end."""
+    """One page of the state in one graph, which is updated at the start and gets new amaxes at the end."""
 
     def __init__(
         self,

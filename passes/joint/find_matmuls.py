@@ -144,8 +144,8 @@ def _operand(node: fx.Node, role: Role, values: dict[fx.Node, _Value]) -> Operan
 
 
 def _makes_weight(site: Matmul, of_weights: set[int]) -> bool:
-    """True for a matmul that computes a weight, or is part of the gradient of such a one: a parametrization,
-    ``W + B @ A``."""
+    """True for a matmul that computes a weight, such as ``W + B @ A`` in a parametrization, or is part of the gradient
+    of one that does."""
     if not is_backward(site.node):
         return not site.left.origin.flows and not site.right.origin.flows
     if site.forward is not None:

@@ -7,18 +7,16 @@ from typing import Any
 from torch import fx
 from torch.fx.node import map_arg
 
-from fp8_compile.kernels.formats import format_of
 from fp8_compile.kernels.quantize import block_amax, quantize_op
 
 from ..graph.arguments import arguments
 from ..graph.emit import emit, inline
-from ..graph.marks import mark_of
 from ..graph.roles import Names
 from ..graph.slot import SlotPool, state_of
 from ..graph.update_rule import UpdateRule
 from ..graph_pass import GraphPass, PassReport
 from .decide import Rules
-from .delay_scales import PageInGraph
+from .delay_scales import PagesInGraph
 from .rewrite_matmuls import RewriteMatmuls
 from .share_quantizes import ShareQuantizes
 
@@ -47,22 +45,16 @@ class RecordAmaxes(GraphPass):
         RewriteMatmuls(self.rules, self.names, strict=False).run(rewritten)
         ShareQuantizes().run(rewritten)
         quantizes = rewritten.find_nodes(op="call_function", target=quantize_op)
-        pages: dict[tuple[str, int], PageInGraph] = {}
+        pages = PagesInGraph(graph, self.pool, self.rule, state, held=self.held)
         for node in quantizes:
-            use = mark_of(node).use
-            assert use is not None, node.format_node()
-            place = self.pool.place(use)
-            if place is None:
+            if (place := pages.place(node)) is None:
                 continue
-            tensor, dtype, block = arguments(node)
-            key = self.pool.direction(use), place.page
-            if key not in pages:
-                largest = format_of(dtype).max
-                pages[key] = PageInGraph(graph, *key, state, self.rule, largest, held=self.held)
+            page, row = place
+            tensor, _, block = arguments(node)
             x = _here(graph, tensor, original)
             with graph.inserting_before(graph.output_node()):
-                pages[key].record(place.row, inline(graph, block_amax, x, block, like=x), None)
-        for page in pages.values():
+                page.record(row, inline(graph, block_amax, x, block, like=x), None)
+        for page in pages.pages.values():
             page.finish(stats=False, made=[])
         return PassReport(len(quantizes), "amaxes recorded")
 

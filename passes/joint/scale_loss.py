@@ -26,7 +26,7 @@ IN_BACKWARD = {"partitioner_tag": "must_be_in_backward"}
 
 
 class ScaleLoss(GraphPass):
-    """Run a graph's backward on gradients that are ``loss_scale`` times as large, unseen from outside.
+    """Run a graph's backward on gradients that are ``loss_scale`` times as large, which is not seen from outside.
 
     Before:  dx = f(tangent)
              return [..., dx]
@@ -142,7 +142,7 @@ def _gemm_before(node: fx.Node) -> fx.Node | None:
 
 
 def _is_scaled(node: fx.Node) -> bool:
-    """True for every gradient, complex ones too: one that were scaled on entering and not on leaving would be wrong."""
+    """True for all gradients, complex ones too: none may be scaled on entry and left as it is on exit."""
     return isinstance(value(node), torch.Tensor) and (value(node).is_floating_point() or value(node).is_complex())
 
 

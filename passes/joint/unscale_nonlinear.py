@@ -30,7 +30,7 @@ CONSTANTS = frozenset("full full_like scalar_tensor zeros zeros_like new_zeros".
 
 
 class UnscaleNonlinear(GraphPass):
-    """Divide the gradients that an operation reads, and multiply what it makes of them, where that makes a difference.
+    """Divide the gradients that a nonlinear operation reads by the loss scale, and multiply its result by it.
 
     Before:  g' = clamp(g, -1, 1)
     After:   g' = convert_element_type(float(clamp(convert_element_type(float(g) * factors[1]), -1, 1)) * factors[0])

@@ -36,7 +36,7 @@ class Use:
 
 
 class CachedWeights(Protocol):
-    """What the pass asks of the cache; ``fp8_compile.graph_weights`` answers."""
+    """What the pass asks of the cache; ``fp8_compile.scaling.graph_weights`` answers."""
 
     def use(self, use: Use) -> Place | None:
         """Where the scale of the weight's FP8 copy is stored; None if there is no such copy."""

@@ -65,7 +65,7 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """The two halves of a graph behind the partitioner, before Inductor's passes on each of them."""
+    """The two halves of a graph after the partitioner, before Inductor's passes on each of them."""
 
     forward: fx.Graph
     backward: fx.Graph
@@ -127,7 +127,7 @@ def split(model: nn.Module | Callable[..., Any], *args: Any, dynamic: bool = Fal
 
     compiled = torch.compile(model, backend=backend, dynamic=dynamic)
     for _ in range(2):
-        if len(halves) < 2:  # under delayed scaling a GPU's backward is compiled when it first runs, at the second pass
+        if len(halves) < 2:  # under delayed scaling a GPU's backward is compiled when it first runs, in the second step
             result = compiled(*args)
             result.backward(torch.randn_like(result))
     assert len(halves) == 2, f"expected a forward and a backward graph, got {len(halves)}"

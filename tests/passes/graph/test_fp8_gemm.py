@@ -1,4 +1,4 @@
-"""Gemms that read operands as they lie, where the GPU can; and what the other passes see of them."""
+"""Gemms that read operands as they are stored, where the GPU can; and what the other passes see of them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Mlp(nn.Module):
 
 
 class Transposed(nn.Module):
-    """A layer whose weight lies as [in, out], as those of GPT-2 do."""
+    """A layer whose weight is stored as [in, out], like those of GPT-2."""
 
     def __init__(self, activation: object = torch.neg) -> None:
         super().__init__()

@@ -50,7 +50,7 @@ def test_all_three_gemms_are_found_with_their_roles_and_linked(bf16: JointGraph,
         assert {gemm: (site.left.role, site.right.role) for gemm, site in sites.items()} == {
             "output": ("input", "weight"),
             "grad_input": ("grad_output", "weight"),
-            "grad_weight": ("grad_output", "input"),  # as the transposed weight lies
+            "grad_weight": ("grad_output", "input"),  # as the transposed weight is stored
         }
         assert {gemm: site.shape for gemm, site in sites.items()} == {
             "output": (EXPERTS, TOKENS, N, K),

@@ -110,7 +110,7 @@ def test_a_graph_without_quantizes_is_left_alone() -> None:
     assert LowerQuantizes().run(graph).changes == 0
 
 
-def test_scales_that_nobody_reads_are_not_computed() -> None:
+def test_scales_that_nothing_reads_are_not_computed() -> None:
     graph = quantized(8, 32, dtype=torch.float32, to=E4M3, block=(-1, -1), results=1)
     apply(LowerQuantizes(), graph)
     assert ops(graph) == {"abs": 1, "amax": 1, "clamp_min": 2, "reciprocal": 1, "mul": 2, "clamp_max": 1, "to": 1}

@@ -20,7 +20,7 @@ from fp8_compile.passes.graph.marks import mark_of
 
 EXPERTS, K, N, TOKENS = 4, 32, 48, 24
 OFFSETS = offsets_of(7, 0, 16, 1)
-GROUPS = {"ragged": (7, 0, 16, 1), "all in one": (0, 24, 0, 0), "with a rest": (3, 4, 5, 6), "nobody": (0, 0, 0, 0)}
+GROUPS = {"ragged": (7, 0, 16, 1), "all in one": (0, 24, 0, 0), "with a rest": (3, 4, 5, 6), "no tokens": (0, 0, 0, 0)}
 
 
 @functools.cache  # passes work on copies

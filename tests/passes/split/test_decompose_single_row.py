@@ -23,7 +23,7 @@ BIASES = torch.randn(1, HEADS, 1, KEYS, generator=torch.Generator().manual_seed(
 
 
 def opened(function: Callable[..., Any], *inputs: Tensor) -> tuple[fx.GraphModule, int]:
-    """The graph of a function behind the pass, and how many places it changed."""
+    """The graph of a function after the pass, and how many places it changed."""
     made = make_fx(function, tracing_mode="fake")(*inputs)
     changes = DecomposeSingleRow().run(made.graph).changes
     made.graph.eliminate_dead_code()

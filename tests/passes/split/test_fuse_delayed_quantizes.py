@@ -134,7 +134,7 @@ def test_results_and_state_are_the_same_bits_as_before(linear: Split, half: str,
     inputs = [state_as_it_starts(plain, known) for _ in range(2)]  # each run writes to its own
     for one, two in zip(run(plain, inputs[0]), run(fused, inputs[1]), strict=True):
         assert one is two is None or torch.equal(one, two)
-    assert all(torch.equal(one, two) for one, two in zip(*inputs)), "the state that they leave behind"
+    assert all(torch.equal(one, two) for one, two in zip(*inputs)), "the state that they leave"
     start = state_as_it_starts(plain, known)
     assert any(not torch.equal(one, two) for one, two in zip(start, inputs[0])), "and something was recorded"
 

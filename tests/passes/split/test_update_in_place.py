@@ -29,7 +29,7 @@ RULE = (448.0, "max", 1)
 
 def halves(model: nn.Module, target: str) -> Split:
     """Forward and backward as they come from the partitioner. Code for a GPU is compiled when it first runs, which is
-    when the histories are there: at the second pass."""
+    when the histories are there: in the second step."""
     found: list[fx.Graph] = []
 
     def inner(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
