@@ -16,11 +16,12 @@ from fp8_compile.torch_internals.custom_pass import CustomGraphPass
 from fp8_compile.torch_internals.inductor import hash_of_files
 
 from . import invariants
+from .graph.cached_weights import CachedWeights
 from .graph.roles import is_backward
 from .graph.row import Row
+from .graph.rules import Rules
 from .graph_pass import GraphPass
 from .joint.allow_recompute import AllowRecompute
-from .joint.decide import Rules
 from .joint.delay_scales import DelayScales
 from .joint.lower_quantizes import LowerQuantizes
 from .joint.lower_scaled_mm_cpu import LowerScaledMmForCpu
@@ -32,7 +33,7 @@ from .joint.rewrite_matmuls import RewriteMatmuls
 from .joint.scale_loss import ScaleLoss
 from .joint.share_quantizes import ShareQuantizes
 from .joint.unscale_nonlinear import UnscaleNonlinear
-from .joint.use_weight_cache import CachedWeights, UseWeightCache
+from .joint.use_weight_cache import UseWeightCache
 from .split.add_in_gemm import AddInGemm
 from .split.call_cpu_kernels import CallCpuKernels
 from .split.decompose_single_row import DecomposeSingleRow

@@ -16,9 +16,9 @@ from torch import Tensor, fx
 
 from fp8_compile.config import Config
 from fp8_compile.kernels.delayed_scaling import ABSENT
+from fp8_compile.passes.graph.rules import Rules
 from fp8_compile.passes.graph.slot import BACKWARD, FIELDS, FORWARD, FROZEN, STATS, Place, Slot
 from fp8_compile.passes.graph.update_rule import UpdateRule
-from fp8_compile.passes.joint.decide import Rules
 from fp8_compile.scaling.graph_slots import GraphPool
 from fp8_compile.scaling.recorder import PassRecorder
 from fp8_compile.scaling.state import ScalingState

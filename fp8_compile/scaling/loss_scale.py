@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fp8_compile.config import Config
-from fp8_compile.passes.graph.placeholders import FACTORS, OVERFLOW
+from fp8_compile.passes.graph.loss_scale import FACTORS, OVERFLOW
 from fp8_compile.torch_internals.dynamo import compiled_root, frame_code, modules_read, still_compiled
 from fp8_compile.torch_internals.graphs import real_tensors
 from fp8_compile.torch_internals.modules import is_compiled

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Callable
 
 import torch
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
@@ -13,6 +12,7 @@ from fp8_compile.kernels.quantize import HIGH_PRECISION, WHOLE
 
 from ..graph.matmul import GroupedMatmul, Matmul
 from ..graph.roles import Origin, Role
+from ..graph.rules import Rules
 
 # Padding K or N pays while it adds at most a quarter to the multiplications: an FP8 gemm has twice the rate of
 # a bf16 one, and half of that gain is what the quantizes cost.
@@ -29,27 +29,6 @@ BLOCKS: dict[str, dict[Role, Block]] = {
     "rowwise": {role: (1, WHOLE) for role in Role},
     "blockwise": {Role.INPUT: (1, TILE), Role.GRAD_OUTPUT: (1, TILE), Role.WEIGHT: (TILE, TILE)},
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Rules:
-    """What the config asks for and the target can do, as far as a matmul's decision needs it."""
-
-    recipe: str
-    target: str
-    forward: Format
-    backward: Format
-    excluded: Callable[[str, tuple[str, ...]], str | None]  # (module, its parameters) -> reason
-    min_dim: int = 16
-    unquantized: frozenset[Role] = frozenset()
-    recipe_supported: bool = True
-    alignment: int = 16
-    needs_k_contiguous: bool = True
-    reads_any_layout: bool = False
-    e5m2_by_e5m2: bool = False
-    stochastic: frozenset[Role] = frozenset()  # roles of tensors that are rounded at random
-    only_output: torch.dtype | None = None  # the one dtype that the recipe's gemm can write
-    grouped: bool = True  # there is an FP8 gemm of ragged groups
 
 
 @dataclasses.dataclass(frozen=True)

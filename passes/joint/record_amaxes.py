@@ -12,10 +12,10 @@ from fp8_compile.kernels.quantize import block_amax, quantize_op
 from ..graph.arguments import arguments
 from ..graph.emit import emit, inline
 from ..graph.roles import Names
+from ..graph.rules import Rules
 from ..graph.slot import SlotPool, state_of
 from ..graph.update_rule import UpdateRule
 from ..graph_pass import GraphPass, PassReport
-from .decide import Rules
 from .delay_scales import PagesInGraph
 from .rewrite_matmuls import RewriteMatmuls
 from .share_quantizes import ShareQuantizes

@@ -15,9 +15,10 @@ from ..graph.groups import Side, grouped_product
 from ..graph.marks import Kind, Mark
 from ..graph.matmul import GroupedMatmul
 from ..graph.relayouts import emit_relayout
+from ..graph.rules import Rules
 from ..graph.slot import tensor_use
 from ..graph.views import untransposed
-from .decide import OperandPlan, Rewrite, Rules
+from .decide import OperandPlan, Rewrite
 
 aten, prims = torch.ops.aten, torch.ops.prims
 

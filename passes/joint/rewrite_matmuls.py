@@ -19,10 +19,11 @@ from ..graph.producers import made_pointwise
 from ..graph.relayouts import emit_relayout
 from ..graph.roles import Names, Role
 from ..graph.row import REWRITTEN, SKIPPED, Row, code_line
+from ..graph.rules import Rules
 from ..graph.slot import state_of, tensor_use
 from ..graph.views import untransposed
 from ..graph_pass import GraphPass, PassReport
-from .decide import OperandPlan, Rewrite, Rules, Skip, decide
+from .decide import OperandPlan, Rewrite, Skip, decide
 from .find_matmuls import find_matmuls, operands_of
 from .rewrite_grouped import GroupedEditor
 

@@ -14,8 +14,8 @@ from fp8_compile.torch_internals.aot import gradients, is_tangent, named_inputs
 from ..graph.arguments import arguments, input_of
 from ..graph.emit import emit, inline, value
 from ..graph.fp8_gemm import fp8_gemm
+from ..graph.loss_scale import FACTORS, INVERSE, OVERFLOW, SCALE
 from ..graph.marks import Kind, Mark
-from ..graph.placeholders import FACTORS, INVERSE, OVERFLOW, SCALE
 from ..graph.roles import Names
 from ..graph.views import RESHAPES, TRANSPOSES
 from ..graph_pass import GraphPass, PassReport

@@ -12,7 +12,7 @@ from fp8_compile.torch_internals.graphs import op_name, schema_name
 
 from ..graph.arguments import arguments
 from ..graph.emit import emit, inline, value
-from ..graph.placeholders import FACTORS, INVERSE, SCALE
+from ..graph.loss_scale import FACTORS, INVERSE, SCALE
 from ..graph_pass import GraphPass, PassReport
 from .scale_loss import IN_BACKWARD, times
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Protocol
-
 import torch
 from torch import fx
 
@@ -12,35 +9,16 @@ from fp8_compile.kernels.quantize import quantize_op
 from fp8_compile.torch_internals.aot import input_number
 
 from ..graph.arguments import arguments, input_of
+from ..graph.cached_weights import CODES, KNOWN, TRANSPOSED, CachedWeights, Use, weight_buffer, weight_buffers
 from ..graph.emit import inline, replace_results
 from ..graph.marks import mark_of
-from ..graph.placeholders import CODES, KNOWN, TRANSPOSED, weight_buffer, weight_buffers
 from ..graph.relayouts import relayouts_of
 from ..graph.roles import Role
-from ..graph.slot import Place, TensorUse
 from ..graph.views import is_call_of
 from ..graph_pass import GraphPass, PassReport
 from .delay_scales import of_row
 
 prims = torch.ops.prims
-
-
-@dataclasses.dataclass(frozen=True)
-class Use:
-    """How a graph reads a weight: ``argument`` is its place among the graph's arguments, ``via`` the dtype that it is
-    rounded to first (autocast)."""
-
-    argument: int
-    tensor: TensorUse
-    via: torch.dtype | None
-
-
-class CachedWeights(Protocol):
-    """What the pass asks of the cache; ``fp8_compile.scaling.graph_weights`` answers."""
-
-    def use(self, use: Use) -> Place | None:
-        """Where the scale of the weight's FP8 copy is stored; None if there is no such copy."""
-        ...
 
 
 class UseWeightCache(GraphPass):

@@ -28,9 +28,9 @@ from fp8_compile.backend.graph import compile_graph, make_rules
 from fp8_compile.backend.module_names import ModuleNames
 from fp8_compile.kernels.gpu.cublaslt_mm import cublaslt_mm_op
 from fp8_compile.passes.graph.matmul import Matmul, OtherMatmul
+from fp8_compile.passes.graph.rules import Rules
 from fp8_compile.passes.graph_pass import GraphPass
 from fp8_compile.passes.invariants import check_graph
-from fp8_compile.passes.joint.decide import Rules
 from fp8_compile.passes.joint.find_matmuls import find_matmuls
 from fp8_compile.passes.pipeline import JointPipeline
 from fp8_compile.selection import Selection

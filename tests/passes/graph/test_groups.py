@@ -9,7 +9,8 @@ from joint_graph import JointGraph, joint_graph, make
 from torch import Tensor, nn
 
 from fp8_compile.passes.graph.matmul import GroupedMatmul, Matmul, OtherMatmul
-from fp8_compile.passes.joint.decide import Rewrite, Rules, Skip, decide
+from fp8_compile.passes.graph.rules import Rules
+from fp8_compile.passes.joint.decide import Rewrite, Skip, decide
 
 EXPERTS, K, N, TOKENS = 4, 32, 48, 24
 
