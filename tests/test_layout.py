@@ -147,6 +147,12 @@ def test_what_stands_beside_the_rooms_does_not_stand_on_them() -> None:
     assert {file.name: rooms for file in files if (rooms := rooms_imported(file) - {"torch_internals"})} == {}
 
 
+@pytest.mark.parametrize("room", ["scaling", "training", "reporting"])
+def test_what_is_not_the_backend_imports_words_of_graphs_and_no_pass(room: str) -> None:
+    names = {name for file in sources(f"fp8_compile/{room}") for name in imports(file)}
+    assert {name for name in names if re.match(r"fp8_compile\.passes\.(?!graph\.)", name)} == set()
+
+
 def test_private_parts_of_other_packages_are_named_behind_the_wall_alone() -> None:
     files = [file for file in sources(*PACKAGES) if not str(file.relative_to(ROOT)).startswith(BEHIND_THE_WALL)]
     found = {str(file.relative_to(ROOT)): private_names(file) for file in files}

@@ -25,8 +25,8 @@ from .arguments import arguments, named_arguments
 from .emit import value
 
 Size = int | torch.SymInt
-BACKWARD = "transformers::grouped_mm_fallback_backward"
-PRODUCTS = ("aten::_grouped_mm", "transformers::grouped_mm_fallback")
+BOTH_GRADIENTS = "transformers::grouped_mm_fallback_backward"
+GROUPED_OPS = ("aten::_grouped_mm", "transformers::grouped_mm_fallback")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +69,7 @@ def grouped_product(node: fx.Node) -> GroupedProduct | None:
     if node.target is operator.getitem:
         whole, index = arguments(node)
         return _gradient(whole, index) if is_both_gradients(whole) else None
-    if schema_name(node) not in PRODUCTS:
+    if schema_name(node) not in GROUPED_OPS:
         return None
     given = named_arguments(node)
     left, right = arguments(node)[:2]
@@ -81,7 +81,7 @@ def grouped_product(node: fx.Node) -> GroupedProduct | None:
 
 def is_both_gradients(node: fx.Node) -> bool:
     """True for the backward op that returns both gradients; each product is represented by its ``getitem``."""
-    return node.op == "call_function" and schema_name(node) == BACKWARD
+    return node.op == "call_function" and schema_name(node) == BOTH_GRADIENTS
 
 
 def written_as(node: fx.Node) -> str:

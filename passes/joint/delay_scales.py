@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -34,8 +35,6 @@ from ..graph.update_rule import UpdateRule
 from ..graph_pass import GraphPass, PassReport
 
 aten = torch.ops.aten
-
-HALVES = (Kind.SCALES, Kind.CAST)  # of a lowered quantize
 
 
 class DelayScales(GraphPass):
@@ -87,7 +86,8 @@ class DelayScales(GraphPass):
     def _replace(self, graph: fx.Graph, node: fx.Node, index: int, page: PageInGraph, row: int) -> None:
         """Put the formula in the place of a quantize; all its nodes are marked with ``index``."""
         x, dtype, block = arguments(node)
-        scales, cast = (Mark(kind=kind, quantize=(dtype, tuple(block)), delayed=index) for kind in HALVES)
+        scales = Mark(kind=Kind.SCALES, quantize=(dtype, tuple(block)), delayed=index)
+        cast = dataclasses.replace(scales, kind=Kind.CAST)
         backward = page.tags if page.tags == _tag(BACKWARD) else {}
         with graph.inserting_before(node):
             quant_scale, dequant_scale = inline(graph, of_row, page.known, row, like=node, tags=backward)

@@ -21,12 +21,12 @@ from ..graph.producers import reductions_before
 from ..graph.relayouts import relayout_arguments
 from ..graph.views import PARTS, VIEWS, is_call_of
 from ..graph_pass import GraphPass, PassReport
+from .decide import TILE
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
-TILE = 128
 # Block of a quantize -> (rows, contraction) of it as a gemm sees it, and whether gemms read it transposed.
-BLOCKS = {
+GEMM_BLOCKS = {
     (1, WHOLE): ((1, WHOLE), {False}),
     (WHOLE, 1): ((1, WHOLE), {True}),
     (1, TILE): ((1, TILE), {False}),
@@ -34,8 +34,8 @@ BLOCKS = {
     (TILE, TILE): ((TILE, TILE), {False, True}),
 }
 MULTIPLES = {False: (1,), True: (1, 16, TILE)}  # that the kernels fill q and q_t up to
-CAST = prims.convert_element_type.default
-SEEN_THROUGH = VIEWS | PARTS | {CAST}
+CONVERT = prims.convert_element_type.default
+VIEWS_AND_CASTS = VIEWS | PARTS | {CONVERT}
 # Kernels that Inductor does not write: it fuses nothing into them, and their results are in memory.
 EXTERN = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm", "_scaled_grouped_mm", "convolution")
 ATTENTION = "_scaled_dot_product"
@@ -74,7 +74,7 @@ class PairQuantizes(GraphPass):
 
 
 @dataclasses.dataclass(frozen=True)
-class Operand:
+class GemmOperand:
     """A gemm's left (0) or right (1) side."""
 
     gemm: fx.Node
@@ -98,7 +98,7 @@ class Quantized:
 
     stored: Stored
     quantizes: list[fx.Node]
-    operands: list[Operand]
+    operands: list[GemmOperand]
     block: tuple[int, int]  # (rows, contraction) as a gemm sees it
 
     def pays(self) -> bool:
@@ -134,8 +134,8 @@ def _tensors(graph: fx.Graph) -> Iterator[Quantized]:
     groups: dict[Any, list[fx.Node]] = collections.defaultdict(list)
     for node in graph.find_nodes(op="call_function", target=quantize_op):
         x, dtype, block = arguments(node)
-        if tuple(block) in BLOCKS and not mark_of(node).stochastic:
-            groups[x, dtype, BLOCKS[tuple(block)][0]].append(node)
+        if tuple(block) in GEMM_BLOCKS and not mark_of(node).stochastic:
+            groups[x, dtype, GEMM_BLOCKS[tuple(block)][0]].append(node)
     for (x, _, block), quantizes in groups.items():
         # The kernel of a norm goes along rows, which are longer than blocks: it would take a second kernel for the
         # rows' blocks and a third one for the columns'. The norm's output moves fewer bytes if it is stored and read
@@ -150,8 +150,8 @@ def find_stored(node: fx.Node) -> Stored | None:
     """The tensor in memory that a matrix is a view of; None where a kernel of Inductor's computes it."""
     views: list[fx.Node] = []
     casts: list[torch.dtype] = []
-    while is_call_of(node, SEEN_THROUGH):
-        if node.target is CAST:
+    while is_call_of(node, VIEWS_AND_CASTS):
+        if node.target is CONVERT:
             casts.append(arguments(node)[1])
         else:
             views.append(node)
@@ -186,10 +186,10 @@ def _viewed(graph: fx.Graph, stored: Stored, *, like: fx.Node) -> fx.Node:
     return node
 
 
-def _operands(quantize: fx.Node) -> list[Operand] | None:
+def _operands(quantize: fx.Node) -> list[GemmOperand] | None:
     """The gemms that read a quantize; None if anything else does, or in a layout that the kernels do not write."""
-    _, directions = BLOCKS[tuple(arguments(quantize)[2])]
-    found: dict[Operand, None] = {}
+    _, directions = GEMM_BLOCKS[tuple(arguments(quantize)[2])]
+    found: dict[GemmOperand, None] = {}
     pending = [(user, (False, 1, 1)) for user in quantize.users if user.args[1] == Q]
     for node, copied in pending:
         for user in node.users:
@@ -202,7 +202,7 @@ def _operands(quantize: fx.Node) -> list[Operand] | None:
                 if transposed not in directions or row_multiple != 1 or multiple not in MULTIPLES[transposed]:
                     return None
                 sides = [side for side in (0, 1) if user.args[side] is node]
-                found.update(dict.fromkeys(Operand(user, side, transposed, multiple) for side in sides))
+                found.update(dict.fromkeys(GemmOperand(user, side, transposed, multiple) for side in sides))
             else:
                 return None
     return list(found)
@@ -213,7 +213,7 @@ def _is_summed(stored: Stored) -> bool:
     pending = [stored.tensor]
     for node in pending:
         for user in node.users:
-            if is_call_of(user, SEEN_THROUGH):
+            if is_call_of(user, VIEWS_AND_CASTS):
                 pending.append(user)
             elif user.target is aten.sum.dim_IntList:
                 return True

@@ -16,7 +16,7 @@ from ..graph_pass import GraphPass, PassReport
 
 aten = torch.ops.aten
 
-HALVES = (torch.bfloat16, torch.float16)
+SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 MULTIPLIED = (torch.bfloat16, torch.float32)
 
 
@@ -69,7 +69,7 @@ def attend_once(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, 
     -> [B, heads, 1, D]; zeros where the mask leaves no key."""
     batch, heads, _, width = query.shape
     groups, length = key.shape[1:3]
-    wide = torch.float32 if query.dtype in HALVES else query.dtype
+    wide = torch.float32 if query.dtype in SIXTEEN_BITS else query.dtype
     q = query.to(wide).view(batch, groups, heads // groups, 1, width)
     scores = (q * key.to(wide).unsqueeze(2)).sum(-1) * (1 / math.sqrt(width) if scale is None else scale)
     if mask is not None:
