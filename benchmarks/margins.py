@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fp8_compile.kernels.formats import E4M3, E5M2, Format
-from fp8_compile.passes.joint.delay_scales import MARGINS
+from fp8_compile.passes.graph.update_rule import MARGINS
 
 SIZE = 1024
 SHOWN = {E4M3: (0, 1, 2, 3, 4, 6, 8, 10), E5M2: (0, 2, 4, 6, 8, 12, 18, 20)}

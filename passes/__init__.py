@@ -1,1 +1,1 @@
-"""What happens to a graph: one pass a file. ``pipeline.py`` runs them in order."""
+"""What happens to a graph: one pass per file. ``pipeline.py`` runs them in order."""

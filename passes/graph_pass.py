@@ -1,9 +1,10 @@
-"""What every pass has: a name, one method, and a word on what it did."""
+"""What every pass has: a name, one method, and a report of what it did."""
 
 from __future__ import annotations
 
 import abc
 import dataclasses
+from typing import Any, ClassVar
 
 from torch import fx
 
@@ -20,7 +21,12 @@ class PassReport:
 
 
 class GraphPass(abc.ABC):
-    """One rewrite of a graph, in place. The docstring of a pass is the graph before and after."""
+    """One rewrite of a graph, in place. The docstring of a pass is the graph before and after.
+
+    ``leaves_no``: operations, and kinds of marks, that no node has after the pass (``invariants.py`` checks it).
+    """
+
+    leaves_no: ClassVar[tuple[Any, ...]] = ()
 
     @property
     def name(self) -> str:

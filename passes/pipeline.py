@@ -1,5 +1,5 @@
 """The passes in order, as Inductor runs them: ``JointPipeline`` before the graph is split into forward and
-backward, ``SplitPipeline`` on each half."""
+backward, ``SplitPipeline`` on each half. Each is one list of steps: a pass, and when it runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import hashlib
 import logging
 import pathlib
 import sys
-from typing import Protocol, Sequence
+from typing import Callable, Protocol, Sequence
 
 from torch import fx
 
@@ -15,11 +15,13 @@ from fp8_compile.kernels.inductor import peak_estimate
 from fp8_compile.torch_internals.custom_pass import CustomGraphPass
 from fp8_compile.torch_internals.inductor import hash_of_files
 
+from . import invariants
+from .graph.cached_weights import CachedWeights
 from .graph.roles import is_backward
 from .graph.row import Row
+from .graph.rules import Rules
 from .graph_pass import GraphPass
-from .joint.allow_recompute import ForgetCopies, ReadAgain
-from .joint.decide import Rules
+from .joint.allow_recompute import AllowRecompute
 from .joint.delay_scales import DelayScales
 from .joint.lower_quantizes import LowerQuantizes
 from .joint.lower_scaled_mm_cpu import LowerScaledMmForCpu
@@ -30,10 +32,11 @@ from .joint.rewrite_matmuls import RewriteMatmuls
 from .joint.scale_loss import ScaleLoss
 from .joint.share_quantizes import ShareQuantizes
 from .joint.unscale_nonlinear import UnscaleNonlinear
-from .joint.use_weight_cache import CachedWeights, UseWeightCache
+from .joint.use_weight_cache import UseWeightCache
 from .split.add_in_gemm import AddInGemm
 from .split.call_cpu_kernels import CallCpuKernels
-from .split.decompose_single_row import OpenOneRow
+from .split.decompose_single_row import DecomposeSingleRow
+from .split.drop_recompute_copies import DropRecomputeCopies
 from .split.flag_overflow_in_place import FlagOverflowInPlace
 from .split.fuse_casts import FuseCasts
 from .split.fuse_delayed_quantizes import FuseDelayedQuantizes
@@ -52,18 +55,22 @@ FOLDERS = [pathlib.Path(sys.modules[name].__path__[0]) for name in PACKAGES]
 
 
 def source_hash() -> str:
-    """A hash of every source file of the package, in whichever room: other code, other cache entries."""
+    """A hash of every source file of the package: other code has other cache entries."""
     kinds = ("*.py", "*.cpp", "*.h")
     files = sorted({str(file) for folder in FOLDERS for kind in kinds for file in folder.rglob(kind)})
     return hash_of_files(files)
 
 
-# When imported: a file edited later must not lend its name to code made by the old one.
+# Computed on import: what a file says that is edited later must not be in the key of code made by the old one.
 SOURCE_HASH = source_hash()
 
 
+# A pass, and when it runs: always, never, or on which graphs. None in the place of a pass: there is none.
+Step = tuple[GraphPass | None, bool | Callable[[fx.Graph], bool]]
+
+
 class Observer(Protocol):
-    """Who watches the passes: the dump does."""
+    """Who watches the passes; the dump does."""
 
     def started(self, phase: str, graph: fx.Graph) -> None: ...
 
@@ -80,25 +87,37 @@ class Pipeline(CustomGraphPass):
     passes do not run on a cache hit and nothing would be written.
     """
 
-    def __init__(self, passes: Sequence[GraphPass], key: str, observer: Observer | None) -> None:
-        self.passes, self.key, self.observer = list(passes), key, observer
+    def __init__(self, steps: Sequence[GraphPass | Step], key: str, observer: Observer | None) -> None:
+        pairs = [step if isinstance(step, tuple) else (step, True) for step in steps]
+        self.steps = [(one, when) for one, when in pairs if one is not None and when is not False]
+        self.key, self.observer = key, observer
+
+    @property
+    def passes(self) -> list[GraphPass]:
+        """The passes that run whatever the graph is."""
+        return [one for one, when in self.steps if when is True]
 
     def __call__(self, graph: fx.Graph) -> None:
         phase = self.phase(graph)
+        checked, gone = invariants.are_checked(), set[object]()
         if self.observer:
             self.observer.started(phase, graph)
-        for one in self.passes:
+        for one in [one for one, when in self.steps if when is True or (callable(when) and when(graph))]:
             report = one.run(graph)
             log.debug("%s %s: %s", phase, one.name, report)
             if report.changes:
                 graph.eliminate_dead_code()
                 graph.lint()
+            if checked:
+                gone.update(one.leaves_no)
+                invariants.check_graph(graph, one.name, gone)
             if self.observer:
                 self.observer.ran(phase, one.name, graph, bool(report.changes))
         if self.observer:
             self.observer.finished(phase, graph)
 
     def phase(self, graph: fx.Graph) -> str:
+        """What the graph is called in logs and dumps."""
         raise NotImplementedError
 
     def uuid(self) -> str | None:
@@ -108,9 +127,7 @@ class Pipeline(CustomGraphPass):
 
 
 class JointPipeline(Pipeline):
-    """multiply packed weights and experts, where there are any -> find matmuls, decide, rewrite -> share quantizes ->
-    use cached weights -> delay scales -> pair quantizes -> lower quantizes -> scale the loss -> lower for the target.
-    Before all of it, with a loss scale: see to operations of the user's that bend gradients."""
+    """The passes on forward and backward together. ``record``: the graph only records amaxes, nothing is rewritten."""
 
     def __init__(
         self,
@@ -128,18 +145,25 @@ class JointPipeline(Pipeline):
         self.packed = MultiplyPacked(names, rules.target)
         self.rewrite = RewriteMatmuls(rules, names, strict=strict)
         self.ran = False
-        with_state = [*([UseWeightCache(weights)] if weights else []), *([delay] if delay else [])]
-        pair = [PairQuantizes()] if rules.target != "cpu" and rules.recipe in ("rowwise", "blockwise") else []
-        passes: list[GraphPass] = [self.rewrite, ShareQuantizes(), *with_state, *pair, LowerQuantizes(rules.target)]
-        if record:  # nothing is rewritten yet
-            passes = [record]
-        if scale_loss:
-            passes = [UnscaleNonlinear(), *passes, scale_loss]
-        if rules.target == "cpu" and not record:
-            passes.append(LowerScaledMmForCpu())
-        if rules.reads_any_layout and not record:
-            passes.append(ReadAgain())
-        super().__init__(passes, key, observer)
+        rewrites, on_cpu = record is None, rules.target == "cpu"
+        many_scales = rules.recipe in ("rowwise", "blockwise")
+        # fmt: off
+        steps: list[Step] = [
+            (self.packed,                                     self.packed.applies),   # packed weights are in the graph
+            (UnscaleNonlinear(),                              scale_loss is not None),
+            (record,                                          not rewrites),
+            (self.rewrite,                                    rewrites),
+            (ShareQuantizes(),                                rewrites),
+            (UseWeightCache(weights) if weights else None,    rewrites),
+            (delay,                                           rewrites),
+            (PairQuantizes(),                                 rewrites and many_scales and not on_cpu),
+            (LowerQuantizes(rules.target),                    rewrites),
+            (scale_loss,                                      True),
+            (LowerScaledMmForCpu(),                           rewrites and on_cpu),
+            (AllowRecompute(),                                rewrites and rules.reads_any_layout),
+        ]
+        # fmt: on
+        super().__init__(steps, key, observer)
 
     @property
     def rows(self) -> list[Row]:
@@ -147,8 +171,6 @@ class JointPipeline(Pipeline):
 
     def __call__(self, graph: fx.Graph) -> None:
         self.ran = True
-        if self.packed not in self.passes and self.packed.applies(graph):
-            self.passes.insert(0, self.packed)
         super().__call__(graph)
 
     def phase(self, graph: fx.Graph) -> str:
@@ -156,17 +178,26 @@ class JointPipeline(Pipeline):
 
 
 class SplitPipeline(Pipeline):
-    """What is better done when it is known which tensors are saved for backward."""
+    """The passes on each half, for what is better done when it is known which tensors are saved for backward."""
 
     def __init__(self, rules: Rules, key: str, observer: Observer | None = None) -> None:
-        on_cpu = [CallCpuKernels(), FuseDelayedQuantizes(), OpenOneRow()]
-        on_gpu = [LaunchQuantizes(), FuseCasts(), RelayoutBytes(), FlagOverflowInPlace()]
-        if rules.target.startswith("cuda"):
-            on_gpu.append(AddInGemm())
-        if rules.reads_any_layout:
-            on_gpu.insert(0, ForgetCopies())
-        passes = [*on_cpu, UpdateInPlace()] if rules.target == "cpu" else [*on_gpu, UpdateInPlace(), SumInQuantizes()]
-        super().__init__(passes, key, observer)
+        on_cpu, on_nvidia = rules.target == "cpu", rules.target.startswith("cuda")
+        # fmt: off
+        steps: list[Step] = [
+            (DropRecomputeCopies(),     on_cpu or rules.reads_any_layout),
+            (CallCpuKernels(),          on_cpu),
+            (FuseDelayedQuantizes(),    on_cpu),
+            (DecomposeSingleRow(),      on_cpu),
+            (LaunchQuantizes(),         not on_cpu),
+            (FuseCasts(),               not on_cpu),
+            (RelayoutBytes(),           not on_cpu),
+            (FlagOverflowInPlace(),     not on_cpu),
+            (AddInGemm(),               on_nvidia),
+            (UpdateInPlace(),           True),
+            (SumInQuantizes(),          not on_cpu),
+        ]
+        # fmt: on
+        super().__init__(steps, key, observer)
 
     def phase(self, graph: fx.Graph) -> str:
         # Not by the nodes' tags: forward saves values, such as the mask of a relu, that were traced for backward.

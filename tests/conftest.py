@@ -10,6 +10,7 @@ THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else os.cpu_count() or 1
 os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(THREADS))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("FP8_COMPILE_CHECK", "1")  # passes/invariants.py: graphs are checked after every pass
 
 import hypothesis
 import pytest

@@ -19,6 +19,8 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = {"fp8_compile": "fp8_compile", "passes": "fp8_compile.passes", "kernels": "fp8_compile.kernels"}
 OUR_FOLDERS = (*PACKAGES, "tests", "examples", "benchmarks")
 WALL = "fp8_compile.torch_internals"
+# What every pass is written with.
+WORDS = ("fp8_compile.passes.graph", "fp8_compile.passes.graph_pass")
 # Folder -> what it may import of ours. Imports go fp8_compile -> passes -> kernels -> torch_internals, never back;
 # whole_files imports nothing of ours.
 ALLOWED = {
@@ -26,6 +28,8 @@ ALLOWED = {
     "kernels": ("fp8_compile.kernels", WALL),
     "fp8_compile/torch_internals": (WALL, "fp8_compile.whole_files"),
     "passes/graph": ("fp8_compile.passes.graph", "fp8_compile.kernels", WALL),
+    "passes/joint": (*WORDS, "fp8_compile.passes.joint", "fp8_compile.kernels", WALL),
+    "passes/split": (*WORDS, "fp8_compile.passes.split", "fp8_compile.kernels", WALL),
     "kernels/inductor": ("fp8_compile.kernels", WALL),
 }
 # Room of fp8_compile -> the rooms that it may import. What stands beside the rooms is for all of them.
@@ -142,6 +146,12 @@ def test_every_room_has_its_place_in_the_order() -> None:
 def test_what_stands_beside_the_rooms_does_not_stand_on_them() -> None:
     files = [file for file in (ROOT / "fp8_compile").glob("*.py") if file.stem not in ON_ROOMS]
     assert {file.name: rooms for file in files if (rooms := rooms_imported(file) - {"torch_internals"})} == {}
+
+
+@pytest.mark.parametrize("room", ["scaling", "training", "reporting"])
+def test_what_is_not_the_backend_imports_words_of_graphs_and_no_pass(room: str) -> None:
+    names = {name for file in sources(f"fp8_compile/{room}") for name in imports(file)}
+    assert {name for name in names if re.match(r"fp8_compile\.passes\.(?!graph\.)", name)} == set()
 
 
 def test_private_parts_of_other_packages_are_named_behind_the_wall_alone() -> None:

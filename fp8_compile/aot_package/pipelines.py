@@ -12,7 +12,7 @@ from fp8_compile.backend.module_names import ModuleNames
 from fp8_compile.config import Config
 from fp8_compile.kernels.cpu.ahead_of_time import SHIMS
 from fp8_compile.passes.graph.row import Row
-from fp8_compile.passes.joint.decide import Rules
+from fp8_compile.passes.graph.rules import Rules
 from fp8_compile.passes.joint.multiply_packed import MultiplyPacked
 from fp8_compile.passes.joint.rewrite_matmuls import RewriteMatmuls
 from fp8_compile.passes.joint.share_quantizes import ShareQuantizes

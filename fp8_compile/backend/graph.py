@@ -15,7 +15,7 @@ from torch import fx
 
 from fp8_compile.config import Config
 from fp8_compile.passes.graph.row import code_path
-from fp8_compile.passes.joint.decide import Rules
+from fp8_compile.passes.graph.rules import Rules
 from fp8_compile.passes.joint.delay_scales import DelayScales
 from fp8_compile.passes.joint.record_amaxes import RecordAmaxes
 from fp8_compile.passes.joint.scale_loss import ScaleLoss

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fp8_compile.config import Config
 from fp8_compile.passes.graph.roles import Role
-from fp8_compile.passes.joint.decide import Rules
+from fp8_compile.passes.graph.rules import Rules
 from fp8_compile.selection import Selection
 from fp8_compile.target import Target
 

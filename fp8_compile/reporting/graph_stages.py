@@ -18,6 +18,7 @@ from typing import Any, Iterable, Mapping, Sequence
 
 from torch import fx
 
+from fp8_compile.passes.graph.marks import mark_of
 from fp8_compile.passes.graph.roles import Names
 from fp8_compile.passes.graph.row import code_line
 from fp8_compile.torch_internals.aot import saved_positions
@@ -59,8 +60,8 @@ def capture(graph: fx.Graph, id: str, title: str, names: Names | None = None) ->
         fields = attributes(node)
         fields["name"] = fields["label"]
         fields["phase"] = phase_of(node, {columns["phase"][index] for index in inputs[-1]})
-        fields["site"] = printable(node.meta.get("fp8_site", ""))
-        fields["slot"] = printable(node.meta.get("fp8_use", ""))
+        fields["site"] = printable(mark_of(node).site)
+        fields["slot"] = printable(mark_of(node).use or "")
         fields["code"] = printable(code_line(node))
         if not fields["module"] and names is not None and node.op == "call_function":
             fields["module"] = printable(names.module_of(node))
@@ -137,11 +138,11 @@ def saved_for_backward(graph: fx.Graph) -> dict[str, int] | None:
 def _width_before(node: fx.Node) -> int:
     """Bytes an element of the tensor that an FP8 one was made from: the largest that enters what the rewrite put there
     for this matmul."""
-    site, sources = node.meta.get("fp8_site"), []
+    site, sources = mark_of(node).site, []
     queue, seen = [node], {node}
     for one in queue:
         for producer in one.all_input_nodes:
-            if producer.meta.get("fp8_site") == site and site is not None:
+            if site and mark_of(producer).site == site:
                 queue += [producer] if producer not in seen else []
                 seen.add(producer)
             else:

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from fp8_compile.kernels.formats import BY_DTYPE as FP8_FORMATS
+from fp8_compile.passes.graph.marks import mark_of
 from fp8_compile.torch_internals.graphs import OpOverload, pytree
 
 Kind = Literal["input", "output", "matmul", "fp8_matmul", "quantize", "dequantize", "view", "other"]
@@ -53,7 +54,7 @@ def to_networkx(graph: fx.Graph) -> nx.DiGraph:
     ``kind``               see :data:`Kind`
     ``precision, shape``   of the value, "bf16" and "[4, 8]"; several values are joined by ", "; no tensor: "-" and ""
     ``bytes``              of the value; 0 where a dimension is symbolic
-    ``module, gemm``       what the rewrite noted in ``meta["fp8_module"]`` and ``meta["fp8_gemm"]``
+    ``module, gemm``       what the rewrite noted (``passes/graph/marks.py``)
     ``phase``              "forward" or "backward", as AOTAutograd tagged it or as its inputs are; "" where nothing says
     """
     result = nx.DiGraph()
@@ -96,8 +97,8 @@ def attributes(node: fx.Node) -> dict[str, str | int]:
         "precision": ", ".join(_precision(tensor.dtype) for tensor in tensors) or "-",
         "shape": ", ".join(f"[{', '.join(map(str, tensor.shape))}]" for tensor in tensors),
         "bytes": _static_bytes(tensors),
-        "module": printable(node.meta.get("fp8_module", "")),
-        "gemm": printable(node.meta.get("fp8_gemm", "")),
+        "module": printable(mark_of(node).module),
+        "gemm": printable(mark_of(node).gemm or ""),
     }
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from fp8_compile.kernels.formats import E4M3
 from fp8_compile.passes.graph.roles import Role
-from fp8_compile.passes.joint.delay_scales import UpdateRule
+from fp8_compile.passes.graph.update_rule import UpdateRule
 from fp8_compile.torch_internals.modules import is_compiled, unwrap
 
 from .find_state import scaling_state, states_within

@@ -11,9 +11,9 @@ from torch import Tensor, fx
 
 from fp8_compile.config import Config
 from fp8_compile.passes.graph.roles import Role
+from fp8_compile.passes.graph.rules import Rules
 from fp8_compile.passes.graph.slot import BACKWARD, FORWARD, FROZEN, Place, Slot, TensorUse, buffer_name
-from fp8_compile.passes.joint.decide import Rules
-from fp8_compile.passes.joint.delay_scales import UpdateRule
+from fp8_compile.passes.graph.update_rule import UpdateRule
 from fp8_compile.torch_internals.dynamo import compilation, frame_key
 
 from .table import Table, TableKind

@@ -8,9 +8,9 @@ from typing import Any, Iterable, Sequence
 import torch
 from torch import Tensor, fx, nn
 
+from fp8_compile.passes.graph.cached_weights import CODES, KNOWN, TRANSPOSED, Use, weight_buffer
+from fp8_compile.passes.graph.rules import Rules
 from fp8_compile.passes.graph.slot import FORWARD, Place, Slot
-from fp8_compile.passes.joint.decide import Rules
-from fp8_compile.passes.joint.use_weight_cache import CODES, KNOWN, TRANSPOSED, Use, weight_buffer
 from fp8_compile.torch_internals.dynamo import real_input
 from fp8_compile.torch_internals.graphs import is_fake
 from fp8_compile.torch_internals.modules import gathered_by_fsdp, local_part

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fp8_compile.config import Config
-from fp8_compile.passes.joint.scale_loss import FACTORS, OVERFLOW
+from fp8_compile.passes.graph.loss_scale import FACTORS, OVERFLOW
 from fp8_compile.torch_internals.dynamo import compiled_modules, frame_code, still_compiled
 from fp8_compile.torch_internals.graphs import real_tensors
 from fp8_compile.torch_internals.modules import is_compiled

@@ -21,7 +21,7 @@ from fp8_compile.kernels.delayed_scaling import (
 )
 from fp8_compile.passes.graph.roles import Role
 from fp8_compile.passes.graph.slot import FROZEN, Slot
-from fp8_compile.passes.joint.delay_scales import UpdateRule
+from fp8_compile.passes.graph.update_rule import UpdateRule
 from fp8_compile.torch_internals.autograd import copy_all
 from fp8_compile.torch_internals.graphs import real_tensors
 

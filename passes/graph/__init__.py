@@ -1,1 +1,1 @@
-"""Words and tools for graphs, which passes are written with. There is no pass here."""
+"""The words and tools that passes are written with. No module here is a pass."""

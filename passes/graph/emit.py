@@ -1,6 +1,6 @@
 """The only place where nodes are made.
 
-A node without its value, its module stack or its checkpointing tag breaks something far away: Inductor's
+A node without its value, its module stack, its checkpointing tag or its mark breaks something far away: Inductor's
 lowering, the names in a report, the partitioner. ``emit`` sets all of them together.
 """
 
@@ -17,6 +17,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8_compile.torch_internals.graphs import fake_mode_of, python_dispatcher, trace, triton_launch
 
+from .arguments import arguments
+from .marks import KEY, Mark, inherited
+
 # Not "partitioner_tag": where a node runs follows from what it reads.
 INHERITED = (
     "nn_module_stack",
@@ -25,12 +28,8 @@ INHERITED = (
     "seq_nr",
     "recompute",
     "ac_graph_id",
-    "fp8_module",
-    "fp8_gemm",
-    "fp8_site",
 )
-GEMM = "gemm"  # meta["fp8_kind"] of an FP8 gemm of ours; a model may have its own
-# For what is made for gemms alone, cheap to make again and large: backward makes it anew. What only a forward gemm
+# For what is made for gemms alone, is cheap to make and large: backward makes it again. What only a forward gemm
 # reads must not have this tag: the partitioner would keep its source for backward.
 NEVER_SAVED = {"recompute": CheckpointPolicy.MUST_RECOMPUTE}
 
@@ -41,12 +40,14 @@ def emit(
     *args: Any,
     like: fx.Node,
     tags: Mapping[str, Any] | None = None,
+    mark: Mark | None = None,
     **kwargs: Any,
 ) -> fx.Node:
-    """Add ``op(*args, **kwargs)`` at the graph's insertion point, with the metadata of ``like`` and ``tags``."""
+    """Add ``op(*args, **kwargs)`` at the graph's insertion point, with the metadata of ``like``, ``tags`` and ``mark``.
+    The new node belongs to the matmul that ``like`` belongs to, whatever ``mark`` says."""
     with fake_mode(like), python_dispatcher():
         result = op(*map_arg(args, value), **map_arg(kwargs, value))
-    return _add(graph, op, args, kwargs, result, like, tags)
+    return _add(graph, op, args, kwargs, result, like, tags, mark)
 
 
 def inline(
@@ -55,6 +56,7 @@ def inline(
     *args: Any,
     like: fx.Node,
     tags: Mapping[str, Any] | None = None,
+    mark: Mark | None = None,
 ) -> Any:
     """Add the operations of a plain PyTorch function, decomposed as Inductor wants them in a joint graph.
 
@@ -71,7 +73,7 @@ def inline(
     for node in traced.nodes:
         if node.op == "call_function":
             new_args, new_kwargs = map_arg((node.args, node.kwargs), made.__getitem__)
-            made[node] = emit(graph, node.target, *new_args, like=like, tags=tags, **new_kwargs)
+            made[node] = emit(graph, node.target, *new_args, like=like, tags=tags, mark=mark, **new_kwargs)
         elif node.op == "output":
             return map_arg(node.args[0], made.__getitem__)
         elif node.op != "placeholder":
@@ -79,7 +81,7 @@ def inline(
     raise AssertionError("an fx graph ends in an output node")
 
 
-# A model has many layers of few shapes: tracing a function once a shape, not once a layer, halves our passes' time.
+# A model has many layers of few shapes: tracing a function once per shape, not once per layer, halves our passes' time.
 _traces: dict[Any, fx.Graph] = {}
 
 
@@ -96,7 +98,7 @@ def _trace(function: Callable[..., Any], args: tuple[Any, ...], nodes: list[fx.N
 
 
 def _trace_key(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """What a trace depends on, or None where it is of use for this graph only: sizes that are symbols of it."""
+    """What a trace depends on; None where it is of use for this graph only, because a size is one of its symbols."""
     parts: list[Any] = [function]
     for arg in args:
         if not isinstance(arg, fx.Node):
@@ -120,12 +122,15 @@ def _add(
     result: Any,
     like: fx.Node,
     tags: Mapping[str, Any] | None,
+    mark: Mark | None,
 ) -> fx.Node:
     node = graph.call_function(op, args, kwargs)
     node.meta = {key: like.meta[key] for key in INHERITED if key in like.meta}
     if node.meta.get("recompute") in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE):
         del node.meta["recompute"]  # meant for the matmul, not for what is made on the way to it
     node.meta.update(tags or {}, val=result)
+    if (own := inherited(mark, like)) is not None:
+        node.meta[KEY] = own
     return node
 
 
@@ -143,21 +148,21 @@ def call_triton(
     if num_warps is not None:
         kernel = _with_warps(kernel, num_warps)
     constants = {name: item for name, item in scalars.items() if not isinstance(item, torch.SymInt | fx.Node)}
-    arguments = {**tensors, **{name: item for name, item in scalars.items() if name not in constants}}
-    launch, kwargs = triton_launch(kernel, grid, arguments, constants)
-    return _add(graph, launch, (), kwargs, None, like, None)
+    given = {**tensors, **{name: item for name, item in scalars.items() if name not in constants}}
+    launch, kwargs = triton_launch(kernel, grid, given, constants)
+    return _add(graph, launch, (), kwargs, None, like, None, None)
 
 
 @functools.cache
 def _with_warps(kernel: Any, num_warps: int) -> Any:
-    """The kernel with the one configuration that it is made for: Inductor takes it from a decorator alone."""
+    """The kernel with the one configuration that it is made for: Inductor takes it from nothing but a decorator."""
     from triton import Config, autotune
 
     return autotune([Config({}, num_warps=num_warps)], key=[])(kernel)
 
 
 def first_call(graph: fx.Graph) -> fx.Node:
-    """The node behind the placeholders."""
+    """The first node after the placeholders."""
     return next(node for node in graph.nodes if node.op != "placeholder")
 
 
@@ -166,8 +171,17 @@ def getitem(graph: fx.Graph, node: fx.Node, index: int) -> fx.Node:
     return emit(graph, operator.getitem, node, index, like=node)
 
 
+def replace_results(graph: fx.Graph, node: fx.Node, results: Sequence[fx.Node]) -> None:
+    """Put ``results`` in the place of what a node with several results returns, and erase the node."""
+    for user in list(node.users):
+        assert user.target is operator.getitem, user.format_node()
+        user.replace_all_uses_with(results[arguments(user)[1]])
+        graph.erase_node(user)
+    graph.erase_node(node)
+
+
 def policy_of(node: fx.Node) -> dict[str, Any]:
-    """As tags: what a checkpointing policy says of a matmul holds for the FP8 gemm in its place."""
+    """The tags with which an FP8 gemm is treated by a checkpointing policy like the matmul that it replaces."""
     return {"recompute": node.meta["recompute"]} if "recompute" in node.meta else {}
 
 

@@ -2,7 +2,7 @@
 
     aten._scaled_mm          left @ right * scale_left * scale_right + bias            K contiguous, any scales
     fp8_compile.cublaslt_mm  left @ right * scale_left * scale_right + bias + added    any layout where the GPU can read
-                                                                                       it, one scale a tensor
+                                                                                       it, one scale per tensor
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from torch import fx
 
 from fp8_compile.kernels.gpu.cublaslt_mm import cublaslt_mm_op
 
-from .emit import GEMM, emit, value
+from .arguments import arguments
+from .emit import emit, value
+from .marks import Kind, Mark, marked
 
 scaled_mm_op = torch.ops.aten._scaled_mm.default
 
@@ -45,25 +47,24 @@ class Fp8Gemm:
         by_cublaslt: bool = False,
         tags: Mapping[str, Any] | None = None,
     ) -> fx.Node:
-        """As one node. ``by_cublaslt``: because of how the operands lie, or of what is added."""
-        operands = (self.left, self.right, self.scale_left, self.scale_right)
-        tags = {**(tags or {}), "fp8_kind": GEMM}
+        """Add the gemm as one node. ``by_cublaslt``: the operands' layout asks for it, or what is added does."""
+        operands: tuple[fx.Node | None, ...] = (self.left, self.right, self.scale_left, self.scale_right)
+        mark = Mark(kind=Kind.GEMM)
         if by_cublaslt:
             options: dict[str, Any] = {"out_dtype": self.out_dtype, "fast_accumulation": self.fast_accumulation}
-            return emit(graph, cublaslt_mm_op, *operands, self.added, self.bias, like=like, tags=tags, **options)
+            operands = (*operands, self.added, self.bias)
+            return emit(graph, cublaslt_mm_op, *operands, like=like, tags=tags, mark=mark, **options)
         assert self.added is None
         options = {"bias": self.bias, "out_dtype": self.out_dtype, "use_fast_accum": self.fast_accumulation}
-        return emit(graph, scaled_mm_op, *operands, like=like, tags=tags, **options)
+        return emit(graph, scaled_mm_op, *operands, like=like, tags=tags, mark=mark, **options)
 
 
 def fp8_gemm(node: fx.Node) -> Fp8Gemm | None:
-    """What a node is as an FP8 gemm; None if it is none of ours (a model may have its own)."""
-    if node.op != "call_function" or node.meta.get("fp8_kind") != GEMM:
+    """What a node asks for as an FP8 gemm; None if it is not one of ours (a model may have its own)."""
+    if not marked(node, Kind.GEMM) or node.target not in (scaled_mm_op, cublaslt_mm_op):
         return None
-    dtype, options = value(node).dtype, node.kwargs
-    if node.target is scaled_mm_op:
-        return Fp8Gemm(*node.args, options.get("bias"), dtype, options.get("use_fast_accum", False))  # type: ignore[arg-type]
-    if node.target is cublaslt_mm_op:
-        *operands, added, bias = node.args
-        return Fp8Gemm(*operands, bias, dtype, options.get("fast_accumulation", False), added)  # type: ignore[arg-type]
-    return None
+    left, right, scale_left, scale_right, *added_and_bias = arguments(node)
+    options: dict[str, Any] = dict(node.kwargs)
+    added, bias = added_and_bias or (None, options.get("bias"))
+    fast = options.get("use_fast_accum" if node.target is scaled_mm_op else "fast_accumulation", False)
+    return Fp8Gemm(left, right, scale_left, scale_right, bias, value(node).dtype, fast, added)

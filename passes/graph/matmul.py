@@ -1,4 +1,4 @@
-"""A matmul of a graph as an object: whose it is, which of the three gemms, with which operands."""
+"""A matmul of a graph as an object: the module that it belongs to, which of the three gemms it is, its operands."""
 
 from __future__ import annotations
 
@@ -38,11 +38,12 @@ class Matmul:
     alpha: float = 1.0
     beta: float = 1.0
     weights: tuple[str, ...] = ()  # dotted names of the parameters that the weight is made of, tied names too
-    forward: Matmul | None = None  # of a backward matmul: the matmul it belongs to
-    makes_weight: bool = False  # computed from parameters alone; of a backward matmul, what it is the gradient of
-    number: int = 0  # how many matmuls its module did before, in forward; of a backward matmul, its forward's
-    line: str = ""  # of code that wrote it, with its callers; of a backward matmul, its forward's
-    ordinal: int = 0  # how many matmuls with its parameter came before on that line; of a backward matmul, likewise
+    forward: Matmul | None = None  # of a backward matmul: the forward matmul whose gradient it computes
+    makes_weight: bool = False  # it reads parameters alone, or it is part of the gradient of a matmul that does
+    # A backward matmul has these three from its forward one.
+    number: int = 0  # how many matmuls its module did before it
+    line: str = ""  # the line of code that wrote it, with its callers
+    ordinal: int = 0  # how many matmuls with its parameter came before it on that line
 
     @property
     def parameter(self) -> str:
@@ -67,7 +68,7 @@ class Matmul:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupedMatmul(Matmul):
-    """A product of ragged groups: the operands of ``product``, which says how they are to be read."""
+    """A product of ragged groups; ``product`` says how the operands are to be read."""
 
     product: GroupedProduct
 
@@ -79,7 +80,7 @@ class GroupedMatmul(Matmul):
 
 @dataclasses.dataclass(frozen=True)
 class OtherMatmul:
-    """An op that multiplies matrices in a form that is left alone: it has a row and a reason, no more."""
+    """An op that multiplies matrices in a form that is left alone: all that it gets is a row with the reason."""
 
     node: fx.Node
     op: str

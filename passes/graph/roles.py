@@ -1,4 +1,4 @@
-"""What the tensors of a matmul are: where a value comes from, and which part it plays."""
+"""What the tensors of a matmul are: where a value comes from, and which role it plays."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ class Origin(enum.IntFlag):
 
     @property
     def is_weight(self) -> bool:
-        """Computed from parameters, perhaps with buffers (a mask, a norm), and from nothing that flows."""
+        """True for what is computed from parameters, perhaps with buffers (a mask, a norm), and from nothing that
+        flows."""
         return bool(self & Origin.PARAMETER) and not self.flows
 
     @property
     def flows(self) -> bool:
-        """Another value in each call, whatever the weights are."""
+        """True for what has another value in each call, whatever the weights are."""
         return bool(self & (Origin.INPUT | Origin.GRADIENT))
 
 
@@ -35,7 +36,7 @@ class Role(enum.StrEnum):
 
 
 class Names(Protocol):
-    """What the pass asks about names; ``fp8_compile.module_names`` knows them."""
+    """What passes ask about names; ``fp8_compile.backend.module_names`` knows them."""
 
     def module_of(self, node: fx.Node) -> str: ...
 

@@ -28,7 +28,7 @@ class Row:
     op: str = "mm"  # the aten op as it was found
     weight: str = ""  # dotted name of the parameter, where one operand is a parameter
     formats: tuple[str, ...] = ()  # e.g. ("e4m3", "e5m2"): left and right operand, where rewritten
-    node: str = ""  # its name in the graph before all passes; what replaces it has this in meta["fp8_site"]
+    node: str = ""  # its name in the graph before all passes; what replaces it has it in its mark: Mark.site
     code: str = ""  # 'model.py:12 return self.up(x)': the line that wrote it, or the forward it is the gradient of
 
     @property
@@ -46,7 +46,7 @@ def code_line(node: fx.Node) -> str:
 
 
 def code_path(node: fx.Node) -> str:
-    """'model.py:12 mlp.py:30': the line that a node came from, behind the lines that called it; "" if unknown."""
+    """'model.py:12 mlp.py:30': the line that a node came from, after the lines that called it; "" if unknown."""
     return " ".join(f"{file.rpartition('/')[2]}:{line}" for file, line, _ in _frames(node))
 
 

@@ -1,4 +1,4 @@
-"""Where delayed scaling keeps what it knows of a tensor: slots, and the pool of them that a model has."""
+"""Where delayed scaling keeps what it knows of a tensor: in a slot, of which a model has a pool."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ class TensorUse:
     """One quantized tensor as one graph knows it: an operand of a matmul. A tensor that several matmuls read is known
     by the first one."""
 
-    module: str  # that wrote the matmul
-    parameter: str  # that it multiplies by; "": none
-    line: str  # of code that wrote it, with its callers
-    ordinal: int  # which of the matmuls with that parameter on that line
+    module: str  # the module that wrote the matmul
+    parameter: str  # the parameter that the matmul multiplies by; "" if there is none
+    line: str  # the line of code that wrote it, with its callers
+    ordinal: int  # which of the matmuls with that parameter on that line it is
     role: Role
-    part: int | None = None  # of a stack of products: which
-    number: int = 0  # which of the module's matmuls in this graph: how slots were named before version 0.2
+    part: int | None = None  # which product of a stack it is
+    number: int = 0  # which of the module's matmuls in this graph it is: slots were named so before version 0.2
 
     @property
     def direction(self) -> str:
-        """In which pass its amax becomes known."""
+        """The half of a step, forward or backward, in which its amax becomes known."""
         return BACKWARD if self.role is Role.GRAD_OUTPUT else FORWARD
 
     @property
     def product(self) -> str:
-        """What the matmul is known by, in all graphs."""
+        """The name of the matmul, the same in all graphs."""
         return self.parameter or f"{self.module}.{WITHOUT_PARAMETER}".lstrip(".")
 
     @property
@@ -57,7 +57,7 @@ class Slot:
 
     @property
     def layer(self) -> str:
-        """The module whose product it is."""
+        """The module that does the product."""
         return self.product.rpartition(".")[0]
 
     def __str__(self) -> str:
@@ -74,7 +74,7 @@ def _operand(role: Role, part: int | None) -> str:
 
 
 def tensor_use(site: Matmul, role: Role, part: int | None = None) -> TensorUse:
-    """What an operand of a matmul is known by."""
+    """An operand of a matmul, as the state is asked for it."""
     return TensorUse(site.module, site.parameter, site.line, site.ordinal, role, part, site.number)
 
 
@@ -87,25 +87,25 @@ class Place:
 
 
 class SlotPool(Protocol):
-    """What passes ask of the state; ``fp8_compile.scaling_state`` answers."""
+    """What passes ask of the state; ``fp8_compile.scaling`` answers."""
 
     def place(self, tensor: TensorUse) -> Place | None:
-        """The place of a tensor's slot, a new one if it has none. None: the tensor takes its own scale."""
+        """The place of a tensor's slot; a tensor without a slot gets one. None: the tensor takes its own scale."""
         ...
 
     def direction(self, tensor: TensorUse) -> str:
-        """Of the table that the place is in."""
+        """The direction of the table that the tensor's slot is in."""
         ...
 
 
 def buffer_name(direction: str, table: int, field: str) -> str:
-    """What a tensor of the state is called in a graph."""
+    """The name of one of the state's tensors in a graph."""
     return f"fp8_{direction}_{table}_{field}"
 
 
 def state_of(graph: fx.Graph) -> dict[str, fx.Node]:
-    """The placeholders of a graph that hold the state, by the names that the backend gave them: that of training in a
-    graph that trains, in others that of frozen scales."""
+    """The placeholders of a graph that hold the state, by the names that the backend gave them: in a graph that trains,
+    the state of training; in others, that of frozen scales."""
     directions = (FORWARD, BACKWARD) if any(is_backward(node) for node in graph.nodes) else (FROZEN,)
     prefixes = tuple(f"fp8_{direction}_" for direction in directions)
     return {name: node for name, node in named_inputs(graph).items() if name.startswith(prefixes)}

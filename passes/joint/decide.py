@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Callable
 
 import torch
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
@@ -13,11 +12,12 @@ from fp8_compile.kernels.quantize import HIGH_PRECISION, WHOLE
 
 from ..graph.matmul import GroupedMatmul, Matmul
 from ..graph.roles import Origin, Role
+from ..graph.rules import Rules
 
 # Padding K or N pays while it adds at most a quarter to the multiplications: an FP8 gemm has twice the rate of
 # a bf16 one, and half of that gain is what the quantizes cost.
 MOST_PADDING = 1.25
-# One product a slice is one kernel launch a slice; past this a stack of small gemms loses to one bmm.
+# One product per slice is one kernel launch per slice; beyond this number a stack of small gemms loses to one bmm.
 MOST_SLICES = 64
 TILE = 128
 ACTIVATIONS = "activation by activation stays in high precision"
@@ -29,27 +29,6 @@ BLOCKS: dict[str, dict[Role, Block]] = {
     "rowwise": {role: (1, WHOLE) for role in Role},
     "blockwise": {Role.INPUT: (1, TILE), Role.GRAD_OUTPUT: (1, TILE), Role.WEIGHT: (TILE, TILE)},
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Rules:
-    """What the config asks for and the target can do, as far as a matmul's decision needs it."""
-
-    recipe: str
-    target: str
-    forward: Format
-    backward: Format
-    excluded: Callable[[str, tuple[str, ...]], str | None]  # (module, its parameters) -> reason
-    min_dim: int = 16
-    unquantized: frozenset[Role] = frozenset()
-    recipe_supported: bool = True
-    alignment: int = 16
-    needs_k_contiguous: bool = True
-    reads_any_layout: bool = False
-    e5m2_by_e5m2: bool = False
-    stochastic: frozenset[Role] = frozenset()  # what is rounded at random
-    only_output: torch.dtype | None = None  # the one dtype that the recipe's gemm can write
-    grouped: bool = True  # whether there is an FP8 gemm of ragged groups
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,8 +73,8 @@ def _name_reason(site: Matmul, rules: Rules) -> str | None:
 
 
 def _operand_reason(site: Matmul, rules: Rules) -> str | None:
-    """Eligible: a product of something that flows with a weight. A tensor that comes in from outside may be anything,
-    scores after a graph break for instance."""
+    """Only a product of a weight with something that flows is eligible. A tensor that comes in from outside may be
+    anything, such as scores after a graph break."""
     forward = site.forward or site
     if site.gemm != "output" and site.forward is None:
         operands = [operand for operand in (site.left, site.right) if operand.role is not Role.GRAD_OUTPUT]
@@ -134,7 +113,7 @@ _FIELD = {Role.INPUT: "inputs", Role.WEIGHT: "weights", Role.GRAD_OUTPUT: "gradi
 
 
 def _group_reason(site: Matmul, rules: Rules) -> str | None:
-    """What can't be done with groups whose sizes are known only when it runs."""
+    """Why a product of groups, whose sizes are known only when it runs, can't be an FP8 gemm."""
     if not isinstance(site, GroupedMatmul):
         return None
     if rules.recipe == "blockwise":
@@ -145,7 +124,7 @@ def _group_reason(site: Matmul, rules: Rules) -> str | None:
     over_tokens = site.product.contracts
     tokens, *weight = (k, m, n) if over_tokens else (m, n, k)
     if statically_known_true(tokens < groups):
-        # Decoding, mostly: the product reads the experts that are chosen, a quantize reads all of them.
+        # Mostly when decoding: the product reads the experts that are chosen, a quantize would read all of them.
         return f"ragged groups: {tokens} tokens for {groups} experts, which would all be quantized"
     if rules.recipe == "rowwise" and not all(isinstance(size, int) for size in weight):
         return "a size is known only when it runs"
@@ -183,7 +162,7 @@ def _size_reason(site: Matmul, rules: Rules) -> str | None:
 
 
 def token_dim(site: Matmul) -> str:
-    """Which of M, N, K counts tokens: the one that the weight does not have."""
+    """Which of M, N and K is the number of tokens: the one that the weight does not have."""
     if site.gemm == "grad_weight":
         return "K"
     weight_is_left = site.left.role is Role.WEIGHT

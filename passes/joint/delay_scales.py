@@ -1,9 +1,8 @@
-"""Quantize with scales from the passes before, and record what the passes to come will need."""
+"""Quantize with scales from earlier steps, and record what later steps will need."""
 
 from __future__ import annotations
 
 import dataclasses
-import operator
 from typing import Any
 
 import torch
@@ -22,48 +21,24 @@ from fp8_compile.kernels.delayed_scaling import (
     record_op,
     update_op,
 )
-from fp8_compile.kernels.formats import format_of, format_with_max
+from fp8_compile.kernels.formats import format_of
 from fp8_compile.kernels.quantize import block_amax, quantize_op
 from fp8_compile.kernels.stochastic_cast import cast_stochastic
 
-from ..graph.emit import emit, first_call, getitem, inline
-from ..graph.roles import Role, is_backward
+from ..graph.arguments import arguments
+from ..graph.emit import emit, first_call, getitem, inline, replace_results
+from ..graph.marks import AMAX, Kind, Mark, mark_of, marked, set_mark
+from ..graph.relayouts import saved_relayouts
+from ..graph.roles import is_backward
 from ..graph.slot import BACKWARD, FIELDS, FORWARD, FROZEN, STATS, SlotPool, buffer_name, state_of
+from ..graph.update_rule import UpdateRule
 from ..graph_pass import GraphPass, PassReport
-from ..split.relayout_bytes import saved_relayouts
-from .lower_quantizes import CAST, SCALES
 
 aten = torch.ops.aten
 
-AMAX = 2  # value of meta["fp8_scale"] beside QUANT and DEQUANT
-
-
-@dataclasses.dataclass(frozen=True)
-class UpdateRule:
-    """How a scale follows from a history; see ``kernels/delayed_scaling.py``."""
-
-    margin: int = 0  # beyond what the format and role of a tensor have: MARGINS
-    algorithm: str = "max"
-    interval: int = 1
-
-    @property
-    def arguments(self) -> tuple[str, int]:
-        """As the operations take them; the margin is part of the state, a number per slot."""
-        return self.algorithm, self.interval
-
-    def margin_of(self, role: Role, largest: float) -> int:
-        """The margin of a tensor."""
-        by_format = 0 if role is Role.WEIGHT else MARGINS[format_with_max(largest).significand_bits]
-        return by_format + self.margin
-
-
-# By significand bits, for what flows. Measured (benchmarks/margins.py): SQNR stays the same to 0.01 dB on normal,
-# log-normal and row-scaled data, and the larger gradients of a short batch fit in. Weights change little in a step.
-MARGINS = {3: 6, 4: 2}
-
 
 class DelayScales(GraphPass):
-    """Give each quantize the scale of its slot, and record its amax for the passes to come.
+    """Give each quantize the scale of its slot, and record its amax for later steps.
 
     Before:  q, s = fp8_compile.quantize(x, float8_e4m3fn, [-1, -1])
     After:   known = fp8_compile.next_scales(amaxes, history, scales, counts)
@@ -75,14 +50,14 @@ class DelayScales(GraphPass):
              amaxes' = fp8_compile.record_amaxes(amaxes, [amax, ...], [row, ...])
              copy_(history, history');  copy_(scales, scales');  copy_(counts, counts');  copy_(amaxes, amaxes')
 
-    What forward quantizes is updated in forward, gradients in backward, all slots of a page at once. ``known`` is
-    saved for backward. ``look_first``: a slot without history takes the scale of its own amax; that takes two reads
-    of x, so GPU code has it only for the passes that fill the histories. Tensors that the pool has no place for keep
-    their quantize, and with it their own scale: those of an inference graph, unless their scales are frozen. Inside a
-    subgraph there is no place for state: nothing is done there.
+    The slots of what forward quantizes are updated in forward, those of gradients in backward, all slots of a table at
+    once. ``known`` is saved for backward. ``look_first``: a slot without history takes the scale of its own amax. That
+    takes two reads of x, so GPU code does it only in the steps that fill the histories. Tensors that the pool has no
+    place for keep their quantize, and with it their own scale: those of an inference graph, unless their scales are
+    frozen. A subgraph has no place for state and is left as it is.
 
-    ``held``: the update is somebody else's, who first wants the amaxes of all ranks. Inductor drops the clone; then
-    autograd sees to it that backward has the scales that its forward had.
+    ``held``: the update is made elsewhere, once the amaxes of all ranks are known. Inductor removes the clone; autograd
+    then makes sure that backward has the scales that its forward had.
     After:   known = clone(scales)
              amaxes' = fp8_compile.accumulate_amaxes(amaxes, [amax, ...], [row, ...]);  copy_(amaxes, amaxes')
     """
@@ -98,63 +73,76 @@ class DelayScales(GraphPass):
         if not state:
             return PassReport(0, "quantizes delayed")
         training = any(is_backward(node) for node in graph.nodes)
-        pages: dict[tuple[str, int], PageInGraph] = {}
+        tables = TablesInGraph(graph, self.pool, self.rule, state, held=self.held)
         for index, node in enumerate(nodes):
-            place = self.pool.place(node.meta["fp8_use"])
-            if place is None:
-                continue
-            key = self.pool.direction(node.meta["fp8_use"]), place.table
-            if key not in pages:
-                largest = format_of(node.args[1]).max  # type: ignore[arg-type]
-                pages[key] = PageInGraph(graph, *key, state, self.rule, largest, held=self.held)
-            self._replace(graph, node, index, pages[key], place.row)
+            if (place := tables.place(node)) is not None:
+                self._replace(graph, node, index, *place)
         saved = saved_relayouts(graph)
-        for (direction, _), page in pages.items():
+        for (direction, _), table in tables.tables.items():
             made, saved = (saved, []) if direction != BACKWARD else ([], saved)
-            page.finish(stats=training and self.stats, made=made)
-        return PassReport(sum(len(page.rows) for page in pages.values()), "quantizes delayed")
+            table.finish(stats=training and self.stats, made=made)
+        return PassReport(sum(len(table.rows) for table in tables.tables.values()), "quantizes delayed")
 
-    def _replace(self, graph: fx.Graph, node: fx.Node, index: int, page: PageInGraph, row: int) -> None:
-        """Put the formula in place of a quantize; all its nodes are marked with ``index``."""
-        x, dtype, block = node.args
-        marks = {"fp8_delayed": index, "fp8_arguments": (dtype, tuple(block))}  # type: ignore[arg-type]
-        scale_marks = {"fp8_kind": SCALES, **marks}
-        backward = page.tags if page.tags == _tag(BACKWARD) else {}
+    def _replace(self, graph: fx.Graph, node: fx.Node, index: int, table: TableInGraph, row: int) -> None:
+        """Put the formula in the place of a quantize; all its nodes are marked with ``index``."""
+        x, dtype, block = arguments(node)
+        scales = Mark(kind=Kind.SCALES, quantize=(dtype, tuple(block)), delayed=index)
+        cast = dataclasses.replace(scales, kind=Kind.CAST)
+        backward = table.tags if table.tags == _tag(BACKWARD) else {}
         with graph.inserting_before(node):
-            quant_scale, dequant_scale = inline(graph, of_row, page.known, row, like=node, tags=backward)
-            amax = inline(graph, block_amax, x, block, like=node, tags=scale_marks)
+            quant_scale, dequant_scale = inline(graph, of_row, table.known, row, like=node, tags=backward)
+            amax = inline(graph, block_amax, x, block, like=node, mark=scales)
             if self.look_first:
-                arguments = (quant_scale, amax, page.largest)
-                quant_scale, dequant_scale = inline(graph, _look_first, *arguments, like=node, tags=scale_marks)
-                for index, scale in ((QUANT, quant_scale), (DEQUANT, dequant_scale)):
-                    scale.meta.update(fp8_scale=index, recompute=CheckpointPolicy.MUST_SAVE)
-            if node.meta["fp8_stochastic"]:
+                known = (quant_scale, amax, table.largest)
+                quant_scale, dequant_scale = inline(graph, _look_first, *known, like=node, mark=scales)
+                for which, scale in ((QUANT, quant_scale), (DEQUANT, dequant_scale)):
+                    set_mark(scale, scale=which)
+                    scale.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            if mark_of(node).stochastic:
                 q = inline(graph, cast_stochastic, x, quant_scale, dtype, like=node)
             else:
-                q = inline(graph, cast_delayed, x, quant_scale, dtype, like=node, tags={"fp8_kind": CAST, **marks})
-            if node.meta.get("fp8_saved"):
+                q = inline(graph, cast_delayed, x, quant_scale, dtype, like=node, mark=cast)
+            if mark_of(node).saved:
                 q.meta["recompute"] = CheckpointPolicy.MUST_SAVE
             counted = None
             if self.stats:
-                counted = inline(graph, count, x, q, quant_scale, dequant_scale, page.largest, like=node)
-        amax.meta["fp8_scale"] = AMAX
-        page.record(row, amax, counted)
-        results = (q, dequant_scale)
-        for user in list(node.users):
-            assert user.target is operator.getitem, user.format_node()
-            user.replace_all_uses_with(results[user.args[1]])  # type: ignore[index]
-            graph.erase_node(user)
-        graph.erase_node(node)
+                counted = inline(graph, count, x, q, quant_scale, dequant_scale, table.largest, like=node)
+        set_mark(amax, scale=AMAX)
+        table.record(row, amax, counted)
+        replace_results(graph, node, (q, dequant_scale))
 
 
-class PageInGraph:
-    """One page of the state in one graph: updated at the start, amaxes recorded at the end."""
+class TablesInGraph:
+    """The tables of the state that a graph has tensors in, by direction and number."""
+
+    def __init__(
+        self, graph: fx.Graph, pool: SlotPool, rule: UpdateRule, state: dict[str, fx.Node], *, held: bool
+    ) -> None:
+        self.graph, self.pool, self.rule, self.state, self.held = graph, pool, rule, state, held
+        self.tables: dict[tuple[str, int], TableInGraph] = {}
+
+    def place(self, quantize: fx.Node) -> tuple[TableInGraph, int] | None:
+        """Table and row of what a node quantizes; None if the tensor takes its own scale."""
+        use = mark_of(quantize).use
+        assert use is not None, quantize.format_node()
+        place = self.pool.place(use)
+        if place is None:
+            return None
+        key = self.pool.direction(use), place.table
+        if key not in self.tables:
+            largest = format_of(arguments(quantize)[1]).max
+            self.tables[key] = TableInGraph(self.graph, *key, self.state, self.rule, largest, held=self.held)
+        return self.tables[key], place.row
+
+
+class TableInGraph:
+    """One table of the state in one graph, which is updated at the start and gets new amaxes at the end."""
 
     def __init__(
         self,
         graph: fx.Graph,
         direction: str,
-        page: int,
+        table: int,
         state: dict[str, fx.Node],
         rule: UpdateRule,
         largest: float,
@@ -162,8 +150,8 @@ class PageInGraph:
         held: bool = False,
     ) -> None:
         self.graph, self.largest, self.held = graph, largest, held
-        self.fields = {field: state[buffer_name(direction, page, field)] for field in FIELDS}
-        self.stats = state.get(buffer_name(direction, page, STATS))
+        self.fields = {field: state[buffer_name(direction, table, field)] for field in FIELDS}
+        self.stats = state.get(buffer_name(direction, table, STATS))
         self.rule = (largest, *(("frozen", 1) if direction == FROZEN else rule.arguments))
         self.like, self.tags = self.fields["scales"], _tag(direction)
         self.rows: list[int] = []
@@ -188,17 +176,17 @@ class PageInGraph:
         """Write the state back, before the graph returns.
 
         ``made``: what forward is to make for backward. The partitioner saves only what forward makes for itself, or
-        for a write to memory: hence for this one.
+        for a write to memory, so the write of the state reads it.
         """
         fields = self.fields
         with self.graph.inserting_before(self.graph.output_node()):
-            arguments = (fields["amaxes"], self.amaxes, self.rows, [self.known, *made])
+            recorded = (fields["amaxes"], self.amaxes, self.rows, [self.known, *made])
             if self.held:
-                results = {"amaxes": self._emit(accumulate_op, *arguments)}
+                results = {"amaxes": self._emit(accumulate_op, *recorded)}
             else:
                 new = self._emit(update_op, *fields.values(), *self.rule)
                 results = {field: self._part(new, index) for index, field in enumerate(("history", "scales", "counts"))}
-                results["amaxes"] = self._emit(record_op, *arguments)
+                results["amaxes"] = self._emit(record_op, *recorded)
             for field, result in results.items():
                 self._emit(aten.copy_.default, fields[field], result)
             if stats:
@@ -222,7 +210,7 @@ def _own_chain(amax: fx.Node) -> list[fx.Node]:
     """The nodes that compute an amax from its tensor."""
     found = [amax]
     for node in found:
-        found += [arg for arg in node.all_input_nodes if arg.meta.get("fp8_kind") == SCALES and arg not in found]
+        found += [arg for arg in node.all_input_nodes if marked(arg, Kind.SCALES) and arg not in found]
     return found
 
 

@@ -1,4 +1,5 @@
-"""Find every matmul of a joint graph and say what it is: whose, which of the three gemms, with which operands.
+"""Find every matmul of a joint graph, and say which module it belongs to, which of the three gemms it is, and what its
+operands are.
 
     output      y  = x @ w          forward
     grad_input  dx = dy @ w^T       backward, linked to its forward matmul by autograd's sequence number
@@ -13,7 +14,7 @@ import collections
 import dataclasses
 import functools
 import operator
-from typing import Callable, Sequence
+from typing import Any, Callable, Sequence
 
 import torch
 from torch import fx
@@ -21,8 +22,10 @@ from torch import fx
 from fp8_compile.torch_internals.aot import is_tangent, is_token
 from fp8_compile.torch_internals.graphs import OpOverload
 
-from ..graph.emit import GEMM, value
+from ..graph.arguments import arguments, input_of
+from ..graph.emit import value
 from ..graph.groups import GroupedProduct, grouped_product, is_both_gradients, written_as
+from ..graph.marks import Kind, marked
 from ..graph.matmul import GroupedMatmul, Matmul, Operand, OtherMatmul
 from ..graph.roles import Names, Origin, Role, is_backward
 from ..graph.row import Gemm, code_path
@@ -118,27 +121,31 @@ def _matmul(
         gemm, roles = _backward_roles(left, right, forward, values)
     else:
         gemm, roles = "output", _forward_roles(left, right, values)
-    sides = [
-        Operand(side, role, values[side].origin, root_of(side), _is_gathered(side, values))
-        for side, role in zip((left, right), roles)
-    ]
+    sides = [_operand(side, role, values) for side, role in zip((left, right), roles)]
     weights = next((values[side.node].weights for side in sides if side.role is Role.WEIGHT), ())
-    return (functools.partial(GroupedMatmul, product=grouped) if grouped else Matmul)(
-        node,
-        written_as(node),
-        module or (forward.module if forward else _owner(node, weights)),
-        gemm,
-        *sides,
-        added=added,
-        alpha=node.kwargs.get("alpha", 1.0),  # type: ignore[arg-type]
-        beta=node.kwargs.get("beta", 1.0),  # type: ignore[arg-type]
-        weights=weights or (forward.weights if forward else ()),
-        forward=forward,
-    )
+    fields: dict[str, Any] = {
+        "node": node,
+        "op": written_as(node),
+        "module": module or (forward.module if forward else _owner(node, weights)),
+        "gemm": gemm,
+        "left": sides[0],
+        "right": sides[1],
+        "added": added,
+        "alpha": node.kwargs.get("alpha", 1.0),
+        "beta": node.kwargs.get("beta", 1.0),
+        "weights": weights or (forward.weights if forward else ()),
+        "forward": forward,
+    }
+    return GroupedMatmul(**fields, product=grouped) if grouped else Matmul(**fields)
+
+
+def _operand(node: fx.Node, role: Role, values: dict[fx.Node, _Value]) -> Operand:
+    return Operand(node, role, values[node].origin, root_of(node), _is_gathered(node, values))
 
 
 def _makes_weight(site: Matmul, of_weights: set[int]) -> bool:
-    """Whether a matmul computes a weight, or is part of the gradient of that: a parametrization, ``W + B @ A``."""
+    """True for a matmul that computes a weight, such as ``W + B @ A`` in a parametrization, or is part of the gradient
+    of one that does."""
     if not is_backward(site.node):
         return not site.left.origin.flows and not site.right.origin.flows
     if site.forward is not None:
@@ -147,9 +154,9 @@ def _makes_weight(site: Matmul, of_weights: set[int]) -> bool:
 
 
 def _sequence_numbers_of_weights(values: dict[fx.Node, _Value]) -> set[int]:
-    """Those of operations in forward that read nothing but weights. A matmul in backward that has no forward one, as in
-    the gradient of ``matrix_exp``, has the number of the operation whose gradient it is part of."""
-    weights, flowing = set(), set()
+    """The sequence numbers of operations in forward that read nothing but weights. A backward matmul without a forward
+    one, as in the gradient of ``matrix_exp``, has the number of the operation whose gradient it is part of."""
+    weights, flowing = set[int](), set[int]()
     for node, one in values.items():
         if not is_backward(node) and "seq_nr" in node.meta:
             (flowing if one.origin.flows else weights).add(node.meta["seq_nr"])
@@ -157,7 +164,7 @@ def _sequence_numbers_of_weights(values: dict[fx.Node, _Value]) -> set[int]:
 
 
 def _owner(node: fx.Node, weights: tuple[str, ...]) -> str:
-    """The module whose parameter is multiplied, for a product that was written in none: in a function, or by
+    """The module whose parameter is multiplied, for a product that was not written in a module but in a function, or by
     ``torch.func.grad``, whose backward is traced as one op without a module."""
     if node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack"):
         return ""  # in the compiled module itself
@@ -177,18 +184,19 @@ def _with_ordinals(site: Matmul, done: collections.Counter[tuple[str, ...]]) -> 
 
 def operands_of(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:
     """Left, right and added operand of a matmul, as they are now: an edit may have replaced them."""
-    at_left, at_right, at_added = MATMUL_OPS[node.target]  # type: ignore[index]
-    added = None if at_added is None else node.args[at_added]
-    return node.args[at_left], node.args[at_right], added  # type: ignore[return-value]
+    assert callable(node.target), node.format_node()
+    at_left, at_right, at_added = MATMUL_OPS[node.target]
+    added = None if at_added is None else input_of(node, at_added)
+    return input_of(node, at_left), input_of(node, at_right), added
 
 
 def _is_gathered(node: fx.Node, values: dict[fx.Node, _Value]) -> bool:
     root = root_of(node)
-    return root.target in GATHERS and values[root.args[0]].origin.is_weight  # type: ignore[index]
+    return root.target in GATHERS and values[input_of(root)].origin.is_weight
 
 
 def _forward_roles(left: fx.Node, right: fx.Node, values: dict[fx.Node, _Value]) -> tuple[Role, Role]:
-    """The parameter is the weight; of two values of one kind the right one is."""
+    """The parameter is the weight; if both values are parameters, or neither is, the right one is the weight."""
     left_is, right_is = (values[side].origin.is_weight or _is_gathered(side, values) for side in (left, right))
     return (Role.WEIGHT, Role.INPUT) if left_is and not right_is else (Role.INPUT, Role.WEIGHT)
 
@@ -220,7 +228,7 @@ def _backward_roles(
 
 
 def _other_reason(node: fx.Node) -> str | None:
-    if not isinstance(node.target, OpOverload) or node.meta.get("fp8_kind") == GEMM:
+    if not isinstance(node.target, OpOverload) or marked(node, Kind.GEMM):
         return None
     name = written_as(node)
     if "grouped_mm" in name and "scaled" not in name:
@@ -240,13 +248,14 @@ def _other_gemm(node: fx.Node) -> Gemm:
 
 
 def _other_shape(node: fx.Node) -> tuple[int | torch.SymInt, ...]:
-    """(groups, M, N, K) of a grouped product; of attention, and of an op with several results, the first one's."""
+    """(groups, M, N, K) of a grouped product; the shape of the first result of attention and of ops with several
+    results."""
     result = value(node)
     first = result[0] if isinstance(result, Sequence) else result
     if not isinstance(first, torch.Tensor):
         return ()
     if "grouped_mm" not in written_as(node) or first is not result:
         return tuple(first.shape)
-    left, right = (value(arg) for arg in node.args[:2])
+    left, right = (value(arg) for arg in arguments(node)[:2])
     groups = next((side.shape[0] for side in (first, left, right) if side.dim() == 3), 1)
     return (groups, left.shape[-2], right.shape[-1], left.shape[-1])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import operator
-
 import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
@@ -11,11 +9,11 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fp8_compile.kernels.quantize import Block, cast, quantize_op, scales, spread
 from fp8_compile.kernels.stochastic_cast import cast_stochastic
 
-from ..graph.emit import inline
+from ..graph.arguments import arguments
+from ..graph.emit import inline, replace_results
+from ..graph.marks import Kind, Mark, mark_of, set_mark
 from ..graph_pass import GraphPass, PassReport
 from .multiply_fp8 import lower_quantize_inputs
-
-SCALES, CAST = "scales", "cast"  # values of meta["fp8_kind"]: which half of a quantize a node belongs to
 
 
 class LowerQuantizes(GraphPass):
@@ -26,11 +24,13 @@ class LowerQuantizes(GraphPass):
              s = reciprocal(quant_scale) + amax * 0
              q = convert_element_type(clamp(x * quant_scale, -448, 448), float8_e4m3fn)
 
-    As plain ops the partitioner knows that q is cheap: it saves q, a byte an element, or computes it again in
-    backward from what is saved anyway. The scales are always saved, so that nothing is reduced twice.
+    The partitioner knows that q is cheap when it is made of plain ops: it saves q, one byte per element, or computes it
+    again in backward from what is saved anyway. The scales are always saved, so that nothing is reduced twice.
     On a GPU Inductor fuses the cast into the producer of x and the amax into the reduction before it. The inputs of
     packed FP8 weights (``quantize_inputs``) stay one call on a CPU.
     """
+
+    leaves_no = (quantize_op,)
 
     def __init__(self, target: str = "cpu") -> None:
         self.target = target
@@ -38,44 +38,33 @@ class LowerQuantizes(GraphPass):
     def run(self, graph: fx.Graph) -> PassReport:
         nodes = graph.find_nodes(op="call_function", target=quantize_op)
         for node in nodes:
-            x, dtype, block = node.args
-            arguments = {"fp8_arguments": (dtype, tuple(block))}
             with graph.inserting_before(node):
-                tags = {"fp8_kind": SCALES, **arguments}
-                quant_scale, dequant_scale = inline(graph, scales, x, dtype, block, like=node, tags=tags)
-                for index, scale in enumerate((quant_scale, dequant_scale)):
-                    scale.meta.update(fp8_scale=index, recompute=CheckpointPolicy.MUST_SAVE)
-                if node.meta.get("fp8_stochastic"):
-                    q = inline(graph, _cast_stochastic, x, quant_scale, dtype, block, like=node)
-                else:
-                    tags = {"fp8_kind": CAST, **arguments}
-                    q = inline(graph, cast, x, quant_scale, dtype, block, like=node, tags=tags)
-            if node.meta.get("fp8_saved"):
-                q.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-            results = (q, dequant_scale)
-            for user in list(node.users):
-                assert user.target is operator.getitem, user.format_node()
-                user.replace_all_uses_with(results[user.args[1]])
-                graph.erase_node(user)
-            graph.erase_node(node)
+                results = _lowered(graph, node)
+            replace_results(graph, node, results)
         inputs = lower_quantize_inputs(graph) if self.target != "cpu" else 0
         return PassReport(len(nodes) + inputs, "quantizes lowered")
+
+
+def _lowered(graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """q and dequant_scale as plain, marked ops."""
+    x, dtype, block = arguments(node)
+    lowered = dtype, tuple(block)
+    mark = Mark(kind=Kind.SCALES, quantize=lowered)
+    quant_scale, dequant_scale = inline(graph, scales, x, dtype, block, like=node, mark=mark)
+    for index, scale in enumerate((quant_scale, dequant_scale)):
+        set_mark(scale, scale=index)
+        scale.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    if mark_of(node).stochastic:
+        q = inline(graph, _cast_stochastic, x, quant_scale, dtype, block, like=node)
+    else:
+        mark = Mark(kind=Kind.CAST, quantize=lowered)
+        q = inline(graph, cast, x, quant_scale, dtype, block, like=node, mark=mark)
+    if mark_of(node).saved:
+        q.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    return q, dequant_scale
 
 
 def _cast_stochastic(
     x: torch.Tensor, quant_scale: torch.Tensor, dtype: torch.dtype, block: Block
 ) -> torch.Tensor:
     return cast_stochastic(x, spread(quant_scale, x.shape, block), dtype)
-
-
-def is_scale(node: fx.Node) -> bool:
-    """Whether a node is part of the first half of a quantize. A placeholder that stands for a saved one is not."""
-    return node.op == "call_function" and node.meta.get("fp8_kind") == SCALES
-
-
-def source_of_scale(node: fx.Node) -> fx.Node:
-    """The tensor that an amax or a scale is computed from. Of a constant, such as the zeros that a recurrence begins
-    with, Inductor has computed the magnitudes ahead: a node of ours that reads no other stands for it."""
-    while is_scale(node) and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-    return node

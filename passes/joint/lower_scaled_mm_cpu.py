@@ -8,9 +8,11 @@ from torch import fx
 from fp8_compile.kernels.cpu.scaled_grouped_mm import scaled_grouped_mm_op
 from fp8_compile.kernels.cpu.scaled_mm import scaled_mm_op
 
-from ..graph.emit import GEMM, emit, policy_of
+from ..graph.arguments import arguments
+from ..graph.emit import emit, policy_of
+from ..graph.marks import Kind, Mark, mark_of, marked
 from ..graph_pass import GraphPass, PassReport
-from .allow_recompute import read_again
+from .allow_recompute import allow_recompute, recompute_copy
 
 aten = torch.ops.aten
 
@@ -22,34 +24,26 @@ class LowerScaledMmForCpu(GraphPass):
     After:   y: bf16[M, N] = fp8_compile.scaled_mm(qa, qb, sa, sb, bias, bf16)
     Backward:                fp8_compile.scaled_mm(view(view(qa, int8) | 0, float8_e4m3fn), ...)
 
-    It takes either operand in either layout, and scales of tensors, rows and tiles. What the copies are for:
-    ``read_again.py``; ``CallCpuKernels`` drops them. Gemms of ragged groups are ours already and get the copies alone.
+    Our gemm takes either operand in either layout, and scales of tensors, rows and tiles. ``allow_recompute.py`` says
+    what the copies are for; ``DropRecomputeCopies`` drops them. Gemms of ragged groups are ours already: they get the
+    copies and stay as they are otherwise.
     """
 
     def run(self, graph: fx.Graph) -> PassReport:
         gemms = graph.find_nodes(op="call_function", target=aten._scaled_mm.default)
-        nodes = [node for node in gemms if node.meta.get("fp8_kind") == GEMM]
+        nodes = [node for node in gemms if marked(node, Kind.GEMM)]
         for node in nodes:
+            left, right, scale_left, scale_right = arguments(node)
             with graph.inserting_before(node):
-                sides = list(node.args[:2])
-                if node.meta["fp8_gemm"] != "output":
-                    sides = [read_again(graph, q, like=node) for q in sides]  # type: ignore[arg-type]
-                result = emit(
-                    graph,
-                    scaled_mm_op,
-                    *sides,
-                    *node.args[2:4],
-                    node.kwargs["bias"],
-                    node.kwargs["out_dtype"],
-                    like=node,
-                    tags={"fp8_kind": GEMM, **policy_of(node)},
-                )
+                if mark_of(node).gemm != "output":
+                    left, right = (recompute_copy(graph, q, like=node) for q in (left, right))
+                operands = (left, right, scale_left, scale_right, node.kwargs["bias"], node.kwargs["out_dtype"])
+                mark = Mark(kind=Kind.GEMM)
+                result = emit(graph, scaled_mm_op, *operands, like=node, tags=policy_of(node), mark=mark)
             node.replace_all_uses_with(result)
             graph.erase_node(node)
         grouped = graph.find_nodes(op="call_function", target=scaled_grouped_mm_op)
         for node in grouped:
-            if node.meta["fp8_gemm"] != "output":
-                with graph.inserting_before(node):
-                    copies = [read_again(graph, q, like=node) for q in node.args[:2]]  # type: ignore[arg-type]
-                node.args = (*copies, *node.args[2:])
+            if mark_of(node).gemm != "output":
+                allow_recompute(graph, node)
         return PassReport(len(nodes) + len(grouped), "FP8 gemms lowered for the CPU")

@@ -17,7 +17,8 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from fp8_compile.kernels.cpu.scaled_mm import scaled_mm_op
 from fp8_compile.kernels.fp8_inputs import quantize_inputs, quantize_inputs_op
 
-from ..graph.emit import GEMM, emit, getitem, inline, value
+from ..graph.emit import emit, getitem, inline, replace_results, value
+from ..graph.marks import Kind, Mark
 
 aten, prims = torch.ops.aten, torch.ops.prims
 ALIGNMENT = 16  # of N and K, for the tensor cores
@@ -49,16 +50,16 @@ def multiply_fp8(
     dtype: torch.dtype = value(like).dtype
     right = emit(graph, aten.permute.default, codes, [1, 0], like=like)
     scale_right = emit(graph, aten.unsqueeze.default, scales, 0, like=like)
-    tags = {"fp8_kind": GEMM}
+    mark = Mark(kind=Kind.GEMM)
     both = emit(graph, quantize_inputs_op, x, input_scale, like=like)
     q, scale_left = getitem(graph, both, 0), getitem(graph, both, 1)
     if target == "cpu":
         operands = q, right, scale_left, scale_right, bias
-        return emit(graph, scaled_mm_op, *operands, dtype, like=like, tags=tags)
+        return emit(graph, scaled_mm_op, *operands, dtype, like=like, mark=mark)
     scale_left = inline(graph, _one_scale_per_row, scale_left, q, like=like)
     sides = q, right, scale_left, scale_right
     written = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
-    y = emit(graph, aten._scaled_mm.default, *sides, **written, like=like, tags=tags)
+    y = emit(graph, aten._scaled_mm.default, *sides, **written, like=like, mark=mark)
     if dtype != torch.bfloat16:
         y = emit(graph, prims.convert_element_type.default, y, dtype, like=like)
     return y if bias is None else emit(graph, aten.add.Tensor, y, bias, like=like)
@@ -74,8 +75,5 @@ def lower_quantize_inputs(graph: fx.Graph) -> int:
     for node in nodes:
         with graph.inserting_before(node):
             results = inline(graph, quantize_inputs, *node.args, like=node)
-        for user in list(node.users):
-            user.replace_all_uses_with(results[user.args[1]])
-            graph.erase_node(user)
-        graph.erase_node(node)
+        replace_results(graph, node, results)
     return len(nodes)

@@ -7,6 +7,7 @@ from typing import Callable
 from torch import fx
 
 from ..graph.emit import NEVER_SAVED
+from ..graph.marks import set_mark
 from ..graph.roles import is_backward
 from ..graph.row import Row
 from ..graph_pass import GraphPass, PassReport
@@ -51,7 +52,7 @@ class MultiplyPacked(GraphPass):
         found = self._find(graph)
         for product in found:
             module = self.names.module_of(product.node)
-            product.node.meta.update(fp8_module=module, fp8_gemm="output", fp8_site=product.node.name)
+            set_mark(product.node, site=product.node.name, module=module, gemm="output")
             self.rows.append(product.row(self.names, module, self.target))
             product.replace(graph, self.target)
         graph.eliminate_dead_code()  # lookups whose product was replaced

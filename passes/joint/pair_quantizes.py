@@ -1,4 +1,4 @@
-"""Quantize what lies in memory for both gemms that read it with one read."""
+"""Quantize a tensor in memory for both gemms that read it, with one read."""
 
 from __future__ import annotations
 
@@ -14,15 +14,19 @@ from fp8_compile.kernels.quantize import WHOLE, quantize_op
 from fp8_compile.kernels.quantize_both import DEQUANT, DEQUANT_T, Q_T, Q, quantize_both_op
 from fp8_compile.torch_internals.graphs import OpOverload
 
-from ..graph.emit import GEMM, emit, getitem, value
+from ..graph.arguments import arguments, input_of
+from ..graph.emit import emit, getitem, value
+from ..graph.marks import Kind, Mark, mark_of, marked
+from ..graph.producers import reductions_before
+from ..graph.relayouts import relayout_arguments
+from ..graph.views import PARTS, VIEWS, is_call_of
 from ..graph_pass import GraphPass, PassReport
-from ..split.relayout_bytes import reductions_behind, relayout_arguments
+from .decide import TILE
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
-TILE = 128
 # Block of a quantize -> (rows, contraction) of it as a gemm sees it, and whether gemms read it transposed.
-BLOCKS = {
+GEMM_BLOCKS = {
     (1, WHOLE): ((1, WHOLE), {False}),
     (WHOLE, 1): ((1, WHOLE), {True}),
     (1, TILE): ((1, TILE), {False}),
@@ -30,21 +34,8 @@ BLOCKS = {
     (TILE, TILE): ((TILE, TILE), {False, True}),
 }
 MULTIPLES = {False: (1,), True: (1, 16, TILE)}  # that the kernels fill q and q_t up to
-VIEWS = {
-    aten.view.default,
-    aten._unsafe_view.default,
-    aten.reshape.default,
-    aten.permute.default,
-    aten.t.default,
-    aten.transpose.int,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.unsqueeze.default,
-    aten.select.int,
-    aten.slice.Tensor,
-    aten.alias.default,
-}
-CAST = prims.convert_element_type.default
+CONVERT = prims.convert_element_type.default
+VIEWS_AND_CASTS = VIEWS | PARTS | {CONVERT}
 # Kernels that Inductor does not write: it fuses nothing into them, and their results are in memory.
 EXTERN = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm", "_scaled_grouped_mm", "convolution")
 ATTENTION = "_scaled_dot_product"
@@ -61,11 +52,11 @@ class PairQuantizes(GraphPass):
              dx = _scaled_mm(qg, permute(q_t), sg, permute(s_t))
     The same:  q, s = quantize(x, e4m3, [1, 128]);  q', s' = quantize(x, e4m3, [128, 1]);  and [1, -1] with [-1, 1]
 
-    Inductor reads such a tensor up to three times, since a block of 128, or a column, is no line that its kernels go
-    along. What it fuses into the kernel that computes a tensor (an activation, its gradient) is better left to it:
-    ``find_stored`` says which is which. Forward makes both results, and saves the transposed one for backward.
+    Inductor reads such a tensor up to three times, since its kernels go along neither a block of 128 nor a column. What
+    it fuses into the kernel that computes a tensor (an activation, its gradient) is better left to it: ``find_stored``
+    says which is which. Forward makes both results, and saves the transposed one for backward.
 
-    Bytes an element of a bf16 tensor, as generated and as launched by ``LaunchQuantizes``:
+    Bytes per element of a bf16 tensor, as generated and as launched by ``LaunchQuantizes``:
 
                         both layouts      rows alone      columns alone
         128x128         8 -> 4            5 -> 3          5 -> 3
@@ -83,7 +74,7 @@ class PairQuantizes(GraphPass):
 
 
 @dataclasses.dataclass(frozen=True)
-class Operand:
+class GemmOperand:
     """A gemm's left (0) or right (1) side."""
 
     gemm: fx.Node
@@ -107,11 +98,11 @@ class Quantized:
 
     stored: Stored
     quantizes: list[fx.Node]
-    operands: list[Operand]
+    operands: list[GemmOperand]
     block: tuple[int, int]  # (rows, contraction) as a gemm sees it
 
     def pays(self) -> bool:
-        """Whether the kernels move fewer bytes than what Inductor generates, or as few where it scatters them."""
+        """True where the kernels move fewer bytes than Inductor's code, or as many where that code scatters them."""
         columns = any(operand.transposed for operand in self.operands)
         rows = not all(operand.transposed for operand in self.operands)
         if self.block == (TILE, TILE):
@@ -124,11 +115,11 @@ class Quantized:
     def replace(self, graph: fx.Graph) -> None:
         first = self.quantizes[0]
         multiple = max((operand.multiple for operand in self.operands), default=1)
-        arguments = (first.args[1], list(self.block), multiple, self.stored.via)
-        tags = {key: first.meta[key] for key in ("fp8_use",) if key in first.meta}
+        options = (first.args[1], list(self.block), multiple, self.stored.via)
+        mark = Mark(use=mark_of(first).use)
         with graph.inserting_before(first):
             x = _viewed(graph, self.stored, like=first)
-            both = emit(graph, quantize_both_op, x, *arguments, like=first, tags=tags)
+            both = emit(graph, quantize_both_op, x, *options, like=first, mark=mark)
             results = [getitem(graph, both, index) for index in range(4)]
             turned = [emit(graph, aten.permute.default, result, [1, 0], like=first) for result in results]
         for operand in self.operands:
@@ -139,16 +130,17 @@ class Quantized:
 
 
 def _tensors(graph: fx.Graph) -> Iterator[Quantized]:
-    """What is in memory and quantized along rows, columns or tiles, where nothing but gemms of ours reads that."""
+    """The tensors in memory that are quantized along rows, columns or tiles for gemms of ours alone."""
     groups: dict[Any, list[fx.Node]] = collections.defaultdict(list)
     for node in graph.find_nodes(op="call_function", target=quantize_op):
-        x, dtype, block = node.args
-        if tuple(block) in BLOCKS and not node.meta.get("fp8_stochastic"):
-            groups[x, dtype, BLOCKS[tuple(block)][0]].append(node)
+        x, dtype, block = arguments(node)
+        if tuple(block) in GEMM_BLOCKS and not mark_of(node).stochastic:
+            groups[x, dtype, GEMM_BLOCKS[tuple(block)][0]].append(node)
     for (x, _, block), quantizes in groups.items():
-        # The kernel of a norm goes along rows, which are longer than blocks: it would take another for the rows' blocks
-        # and a third one for the columns'. Stored and read again, its output moves less, as does any sum.
-        stored = find_stored(x) or (Stored(x, (), None) if block == (1, TILE) and reductions_behind(x) else None)
+        # The kernel of a norm goes along rows, which are longer than blocks: it would take a second kernel for the
+        # rows' blocks and a third one for the columns'. The norm's output moves fewer bytes if it is stored and read
+        # again, and so does the output of any other reduction.
+        stored = find_stored(x) or (Stored(x, (), None) if block == (1, TILE) and reductions_before(x) else None)
         operands = [_operands(node) for node in quantizes]
         if stored is not None and None not in operands:
             yield Quantized(stored, quantizes, [operand for found in operands for operand in found or ()], block)
@@ -156,13 +148,14 @@ def _tensors(graph: fx.Graph) -> Iterator[Quantized]:
 
 def find_stored(node: fx.Node) -> Stored | None:
     """The tensor in memory that a matrix is a view of; None where a kernel of Inductor's computes it."""
-    views, casts = [], []
-    while node.op == "call_function" and (node.target in VIEWS or node.target is CAST):
-        if node.target is CAST:
-            casts.append(node.args[1])
+    views: list[fx.Node] = []
+    casts: list[torch.dtype] = []
+    while is_call_of(node, VIEWS_AND_CASTS):
+        if node.target is CONVERT:
+            casts.append(arguments(node)[1])
         else:
             views.append(node)
-        node = node.args[0]  # type: ignore[assignment]
+        node = input_of(node)
     if not _is_in_memory(node):
         return None
     dtype = value(node).dtype
@@ -176,7 +169,7 @@ def find_stored(node: fx.Node) -> Stored | None:
 
 def _is_in_memory(node: fx.Node) -> bool:
     if node.target is operator.getitem:
-        node = node.args[0]  # type: ignore[assignment]
+        node = input_of(node)
     if not isinstance(node.target, OpOverload):
         return node.op == "placeholder"
     name = node.target.overloadpacket.__name__
@@ -187,38 +180,40 @@ def _viewed(graph: fx.Graph, stored: Stored, *, like: fx.Node) -> fx.Node:
     """The matrix again, without the casts."""
     node = stored.tensor
     for view in stored.views:
-        node = emit(graph, view.target, node, *view.args[1:], like=like, **view.kwargs)
+        assert callable(view.target), view.format_node()
+        options: dict[str, Any] = dict(view.kwargs)
+        node = emit(graph, view.target, node, *view.args[1:], like=like, **options)
     return node
 
 
-def _operands(quantize: fx.Node) -> list[Operand] | None:
+def _operands(quantize: fx.Node) -> list[GemmOperand] | None:
     """The gemms that read a quantize; None if anything else does, or in a layout that the kernels do not write."""
-    _, directions = BLOCKS[tuple(quantize.args[2])]
-    found: dict[Operand, None] = {}
+    _, directions = GEMM_BLOCKS[tuple(arguments(quantize)[2])]
+    found: dict[GemmOperand, None] = {}
     pending = [(user, (False, 1, 1)) for user in quantize.users if user.args[1] == Q]
     for node, copied in pending:
         for user in node.users:
-            if (arguments := relayout_arguments(user)) is not None:
-                pending.append((user, arguments))
+            if (copy := relayout_arguments(user)) is not None:
+                pending.append((user, copy))
             elif user.target is aten.permute.default:
                 pending.append((user, copied))
-            elif user.meta.get("fp8_kind") == GEMM and user.target is aten._scaled_mm.default:
+            elif marked(user, Kind.GEMM) and user.target is aten._scaled_mm.default:
                 transposed, row_multiple, multiple = copied
                 if transposed not in directions or row_multiple != 1 or multiple not in MULTIPLES[transposed]:
                     return None
                 sides = [side for side in (0, 1) if user.args[side] is node]
-                found.update(dict.fromkeys(Operand(user, side, transposed, multiple) for side in sides))
+                found.update(dict.fromkeys(GemmOperand(user, side, transposed, multiple) for side in sides))
             else:
                 return None
     return list(found)
 
 
 def _is_summed(stored: Stored) -> bool:
-    """Whether a reduction reads the tensor, too."""
+    """True if a reduction reads the tensor, too."""
     pending = [stored.tensor]
     for node in pending:
         for user in node.users:
-            if user.op == "call_function" and (user.target in VIEWS or user.target is CAST):
+            if is_call_of(user, VIEWS_AND_CASTS):
                 pending.append(user)
             elif user.target is aten.sum.dim_IntList:
                 return True

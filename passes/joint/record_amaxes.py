@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import fx
 from torch.fx.node import map_arg
 
-from fp8_compile.kernels.formats import format_of
 from fp8_compile.kernels.quantize import block_amax, quantize_op
 
+from ..graph.arguments import arguments
 from ..graph.emit import emit, inline
 from ..graph.roles import Names
+from ..graph.rules import Rules
 from ..graph.slot import SlotPool, state_of
+from ..graph.update_rule import UpdateRule
 from ..graph_pass import GraphPass, PassReport
-from .decide import Rules
-from .delay_scales import PageInGraph, UpdateRule
+from .delay_scales import TablesInGraph
 from .rewrite_matmuls import RewriteMatmuls
 from .share_quantizes import ShareQuantizes
 
@@ -28,7 +31,7 @@ class RecordAmaxes(GraphPass):
              amaxes' = fp8_compile.record_amaxes(amaxes, [amax, ...], [row, ...])
              copy_(history, history');  copy_(scales, scales');  copy_(counts, counts');  copy_(amaxes, amaxes')
 
-    Which tensors share a slot is found by rewriting a copy of the graph.
+    A copy of the graph is rewritten to find which tensors share a slot.
     """
 
     def __init__(self, rules: Rules, names: Names, pool: SlotPool, rule: UpdateRule, *, held: bool = False) -> None:
@@ -42,20 +45,17 @@ class RecordAmaxes(GraphPass):
         RewriteMatmuls(self.rules, self.names, strict=False).run(rewritten)
         ShareQuantizes().run(rewritten)
         quantizes = rewritten.find_nodes(op="call_function", target=quantize_op)
-        pages: dict[tuple[str, int], PageInGraph] = {}
+        tables = TablesInGraph(graph, self.pool, self.rule, state, held=self.held)
         for node in quantizes:
-            place = self.pool.place(node.meta["fp8_use"])
-            if place is None:
+            if (place := tables.place(node)) is None:
                 continue
-            key = self.pool.direction(node.meta["fp8_use"]), place.table
-            if key not in pages:
-                largest = format_of(node.args[1]).max  # type: ignore[arg-type]
-                pages[key] = PageInGraph(graph, *key, state, self.rule, largest, held=self.held)
-            x = _here(graph, node.args[0], original)  # type: ignore[arg-type]
+            table, row = place
+            tensor, _, block = arguments(node)
+            x = _here(graph, tensor, original)
             with graph.inserting_before(graph.output_node()):
-                pages[key].record(place.row, inline(graph, block_amax, x, node.args[2], like=x), None)
-        for page in pages.values():
-            page.finish(stats=False, made=[])
+                table.record(row, inline(graph, block_amax, x, block, like=x), None)
+        for table in tables.tables.values():
+            table.finish(stats=False, made=[])
         return PassReport(len(quantizes), "amaxes recorded")
 
 
@@ -69,10 +69,13 @@ def _copy(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
 
 
 def _here(graph: fx.Graph, node: fx.Node, original: dict[fx.Node, fx.Node]) -> fx.Node:
-    """The node in ``graph`` for one of the rewritten copy; a slice of a stack is made there too."""
+    """The node in ``graph`` that a node of the rewritten copy stands for. What the rewrite has made, such as a slice of
+    a stack, is made in ``graph`` too."""
     if node not in original:
-        args, kwargs = map_arg((node.args, node.kwargs), lambda arg: _here(graph, arg, original))
+        args: tuple[Any, ...] = map_arg(node.args, lambda arg: _here(graph, arg, original))
+        kwargs: dict[str, Any] = map_arg(node.kwargs, lambda arg: _here(graph, arg, original))
         like = next(iter(arg for arg in args if isinstance(arg, fx.Node)))
+        assert callable(node.target), node.format_node()
         with graph.inserting_before(graph.output_node()):
-            original[node] = emit(graph, node.target, *args, like=like, **kwargs)  # type: ignore[arg-type]
+            original[node] = emit(graph, node.target, *args, like=like, **kwargs)
     return original[node]

@@ -1,4 +1,4 @@
-"""Replace a product of ragged groups with one of FP8."""
+"""Replace a product of ragged groups with an FP8 one."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from torch import fx
 from fp8_compile.kernels.cpu.scaled_grouped_mm import scaled_grouped_mm_op
 from fp8_compile.kernels.quantize import WHOLE, quantize_op
 
-from ..graph.emit import GEMM, emit, getitem, inline, policy_of, value
+from ..graph.emit import emit, getitem, inline, policy_of, value
 from ..graph.groups import Side, grouped_product
+from ..graph.marks import Kind, Mark
 from ..graph.matmul import GroupedMatmul
+from ..graph.relayouts import emit_relayout
+from ..graph.rules import Rules
 from ..graph.slot import tensor_use
 from ..graph.views import untransposed
-from ..split.relayout_bytes import emit_relayout
-from .decide import OperandPlan, Rewrite, Rules
+from .decide import OperandPlan, Rewrite
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -31,10 +33,11 @@ class GroupedEditor:
     CPU:     y: bf16[T, N] = fp8_compile.scaled_grouped_mm(qx, permute(view(qw, [E, N, K]), [0, 2, 1]), offsets, sx, sw)
     GPU:     y: bf16[T, N] = _scaled_grouped_mm(qx, permute(view(qw, [E, N, K]), [0, 2, 1]), sx [T], sw [E, N], offsets)
 
-    torch's operation for GPUs has a scale a row and a column, K contiguous, and writes bf16.
+    torch's operation for GPUs takes one scale per row and per column, wants K contiguous, and writes bf16.
 
-    The experts of a layer are one tensor, with one scale or one a row of each. Where the contraction goes over tokens
-    (grad_weight), a row's scale is that of all groups: where they begin and end is not known when scales are made.
+    The experts of a layer are one tensor, with one scale, or one per row of each expert. Where the contraction goes
+    over tokens (grad_weight), a row has one scale for all groups: where they begin and end is not known when scales are
+    made.
     """
 
     def __init__(self, graph: fx.Graph, site: GroupedMatmul, plan: Rewrite, rules: Rules) -> None:
@@ -49,14 +52,14 @@ class GroupedEditor:
             q_right, scale_right = self._operand(product.right, self.plan.right, is_left=False)
             operands = (q_left, q_right, product.offsets, scale_left, scale_right)
             multiply = self._by_torch if self.rules.needs_k_contiguous else self._by_ours
-            result = multiply(*operands, tags={**policy_of(node), "fp8_kind": GEMM})
+            result = multiply(*operands, tags=policy_of(node), mark=Mark(kind=Kind.GEMM))
             if product.flipped:
                 result = self._emit(aten.permute.default, result, [0, 2, 1])
         node.replace_all_uses_with(result)
         self.graph.erase_node(node)
 
-    def _by_ours(self, *operands: fx.Node, tags: dict[str, Any]) -> fx.Node:
-        return self._emit(scaled_grouped_mm_op, *operands, value(self.site.node).dtype, tags=tags)
+    def _by_ours(self, *operands: fx.Node, **noted: Any) -> fx.Node:
+        return self._emit(scaled_grouped_mm_op, *operands, value(self.site.node).dtype, **noted)
 
     def _by_torch(
         self,
@@ -65,8 +68,7 @@ class GroupedEditor:
         offsets: fx.Node,
         scale_left: fx.Node,
         scale_right: fx.Node,
-        *,
-        tags: dict[str, Any],
+        **noted: Any,
     ) -> fx.Node:
         wanted = value(self.site.node).dtype
         scales = self._inline(_row_scales, scale_left, left), self._inline(_column_scales, scale_right, right)
@@ -74,26 +76,22 @@ class GroupedEditor:
             offsets = self._emit(prims.convert_element_type.default, offsets, torch.int32)
         # FP22 accumulation is enough for activations, as in products that are not in groups.
         options = {"out_dtype": torch.bfloat16, "use_fast_accum": self.site.gemm == "output"}
-        result = self._emit(torch_grouped_mm_op, left, right, *scales, offsets, tags=tags, **options)
+        result = self._emit(torch_grouped_mm_op, left, right, *scales, offsets, **noted, **options)
         return result if wanted == torch.bfloat16 else self._emit(prims.convert_element_type.default, result, wanted)
 
     def _operand(self, side: Side, plan: OperandPlan, *, is_left: bool) -> tuple[fx.Node, fx.Node]:
         """FP8 values and scales of one side, as ``kernels/scaled_grouped_mm.py`` has them."""
         base, transposed = untransposed(side.node)
         flipped = transposed != side.flipped
-        rows_first = flipped != is_left  # the base lies as [rows, contraction]
+        rows_first = flipped != is_left  # the base is stored as [rows, contraction]
         *stack, height, _ = value(base).shape
         block = list(plan.block if rows_first else plan.block[::-1])
         if stack and block == [WHOLE, 1]:
             block[0] = height  # not into the next expert
         role = (self.site.left if is_left else self.site.right).role
-        tags = {
-            "fp8_use": tensor_use(self.site, role),
-            "fp8_stochastic": role in self.rules.stochastic,
-            "fp8_reads_forwards": False,
-        }
+        mark = Mark(use=tensor_use(self.site, role), stochastic=role in self.rules.stochastic)
         flat = self._inline(_flat, base) if stack else base
-        both = self._emit(quantize_op, flat, plan.format.dtype, block, tags=tags)
+        both = self._emit(quantize_op, flat, plan.format.dtype, block, mark=mark)
         q, scale = getitem(self.graph, both, 0), getitem(self.graph, both, 1)
         if stack:
             q = self._emit(aten.view.default, q, list(value(base).shape))
@@ -121,10 +119,10 @@ def _flat(stack: torch.Tensor) -> torch.Tensor:
 
 
 def _row_scales(scale: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
-    """One a row: [1, 1] or [T, 1] -> [T]."""
+    """One scale per row: [1, 1] or [T, 1] -> [T]."""
     return scale.expand(left.shape[0], 1).reshape(-1).contiguous()
 
 
 def _column_scales(scale: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """One a column of each expert: [1, 1] or [E, 1, N] -> [E, N]."""
+    """One scale per column of each expert: [1, 1] or [E, 1, N] -> [E, N]."""
     return scale.expand(right.shape[0], 1, right.shape[2]).reshape(right.shape[0], -1).contiguous()

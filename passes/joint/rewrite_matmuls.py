@@ -13,14 +13,17 @@ from fp8_compile.kernels.quantize import HIGH_PRECISION, WHOLE, quantize_op
 
 from ..graph.emit import emit, getitem, inline, policy_of, value
 from ..graph.fp8_gemm import Fp8Gemm
+from ..graph.marks import Mark, set_mark
 from ..graph.matmul import GroupedMatmul, Matmul, OtherMatmul
+from ..graph.producers import made_pointwise
+from ..graph.relayouts import emit_relayout
 from ..graph.roles import Names, Role
 from ..graph.row import REWRITTEN, SKIPPED, Row, code_line
+from ..graph.rules import Rules
 from ..graph.slot import state_of, tensor_use
 from ..graph.views import untransposed
 from ..graph_pass import GraphPass, PassReport
-from ..split.relayout_bytes import emit_relayout, made_pointwise
-from .decide import OperandPlan, Rewrite, Rules, Skip, decide
+from .decide import OperandPlan, Rewrite, Skip, decide
 from .find_matmuls import find_matmuls, operands_of
 from .rewrite_grouped import GroupedEditor
 
@@ -36,11 +39,11 @@ class RewriteMatmuls(GraphPass):
     After:   qx, sx = quantize(x);  qw, sw = quantize(w)
              y: bf16[M, N] = _scaled_mm(qx, permute(qw), sx, sw, out_dtype=bf16)
 
-    A transposed operand is quantized as it lies in memory, so that forward and backward quantize one tensor one
-    way (``ShareQuantizes`` makes that one quantize); where the target wants the contraction contiguous, the FP8
-    bytes are transposed, not the original. Where it reads any layout, they are not even that:
+    A transposed operand is quantized as it is stored, so that forward and backward quantize a tensor in the same way
+    (``ShareQuantizes`` makes that one quantize). Where the target wants the contraction contiguous, the FP8 bytes are
+    transposed, not the original. Where it reads any layout, nothing is transposed:
              dx: bf16[M, K] = cublaslt_mm(qdy, qw, sdy, sw, None, None, out_dtype=bf16)
-    A stack of products becomes one gemm a slice; ragged groups stay one operation, see ``rewrite_grouped.py``.
+    A stack of products becomes one gemm per slice; ragged groups stay one operation, see ``rewrite_grouped.py``.
 
     Skips: see ``decide.py``. Every matmul gets a :class:`Row`.
     """
@@ -53,18 +56,21 @@ class RewriteMatmuls(GraphPass):
         sites = find_matmuls(graph, self.names)
         rules = self.rules
         if rules.recipe == "delayed" and not state_of(graph):
-            rules = dataclasses.replace(rules, recipe="tensorwise")  # a subgraph has no place for state, inference none
+            rules = dataclasses.replace(rules, recipe="tensorwise")  # neither a subgraph nor inference has state
         decisions = [Skip(site.reason) if isinstance(site, OtherMatmul) else decide(site, rules) for site in sites]
         self.rows += [_row(site, decision) for site, decision in zip(sites, decisions)]  # a graph may have subgraphs
         if self.strict:
             _check_dtypes(sites)
         rewritten = 0
         for site, decision in zip(sites, decisions):
-            site.node.meta.update(fp8_module=site.module, fp8_gemm=site.gemm, fp8_site=site.node.name)
-            if isinstance(site, Matmul) and isinstance(decision, Rewrite):
-                editor = GroupedEditor if isinstance(site, GroupedMatmul) else _Editor
-                editor(graph, site, decision, rules).replace()
-                rewritten += 1
+            set_mark(site.node, site=site.node.name, module=site.module, gemm=site.gemm)
+            if isinstance(decision, Skip) or isinstance(site, OtherMatmul):
+                continue
+            if isinstance(site, GroupedMatmul):
+                GroupedEditor(graph, site, decision, rules).replace()
+            else:
+                _Editor(graph, site, decision, rules).replace()
+            rewritten += 1
         return PassReport(rewritten, f"of {len(sites)} matmuls rewritten")
 
 
@@ -90,19 +96,19 @@ class _Editor:
         site.node.replace_all_uses_with(result)
         self.graph.erase_node(site.node)
 
-    def _slice(self, index: int) -> list[fx.Node]:
-        return [self._emit(aten.select.int, side, 0, index) for side in (self.left, self.right)]
+    def _slice(self, index: int) -> tuple[fx.Node, fx.Node]:
+        return self._emit(aten.select.int, self.left, 0, index), self._emit(aten.select.int, self.right, 0, index)
 
     def _product(self, left: fx.Node, right: fx.Node, part: int | None = None) -> fx.Node:
-        """``[M, K] @ [K, N]`` in the dtype of the original; ``part``: which of a stack of them."""
+        """``[M, K] @ [K, N]`` in the dtype of the original; ``part``: which product of a stack."""
         q_left, scale_left = self._operand(left, self.plan.left, part, is_left=True)
         q_right, scale_right = self._operand(right, self.plan.right, part, is_left=False)
         # FP22 accumulation is enough for activations; gradients are summed exactly, as the peers do.
         fast = self.site.gemm == "output" and self.rules.needs_k_contiguous
         gemm = Fp8Gemm(q_left, q_right, scale_left, scale_right, self.bias, self.written, fast)
-        as_they_lie = self._reads_across(left, is_left=True) or self._reads_across(right, is_left=False)
+        as_stored = self._reads_across(left, is_left=True) or self._reads_across(right, is_left=False)
         node, tags = self.site.node, policy_of(self.site.node)
-        result = gemm.emit(self.graph, like=node, by_cublaslt=as_they_lie, tags=tags)
+        result = gemm.emit(self.graph, like=node, by_cublaslt=as_stored, tags=tags)
         if self.plan.align_n > 1:
             result = self._inline(_first_columns, result, right)
         if self.written != self.wanted:
@@ -114,24 +120,24 @@ class _Editor:
     ) -> tuple[fx.Node, fx.Node]:
         """FP8 values and scales of one side: left as [M, K] and [M/r, K/c], right as [K, N] and [K/c, N/r]."""
         base, flipped = untransposed(node)
-        rows_first = flipped != is_left  # the base lies as [rows, contraction]: x of x @ w, w of x @ w.T
+        rows_first = flipped != is_left  # the base is stored as [rows, contraction]: x of x @ w, w of x @ w.T
         block = plan.block if rows_first else plan.block[::-1]
         role = (self.site.left if is_left else self.site.right).role
         across, from_forward = self._reads_across(node, is_left=is_left), self._is_from_forward(base, role)
-        tags = {
-            "fp8_use": tensor_use(self.site, role, part),
-            "fp8_stochastic": role in self.rules.stochastic,
-            "fp8_reads_forwards": across and from_forward,
-        }
-        both = self._emit(quantize_op, base, plan.format.dtype, list(block), tags=tags)
+        mark = Mark(
+            use=tensor_use(self.site, role, part),
+            stochastic=role in self.rules.stochastic,
+            reads_forwards=across and from_forward,
+        )
+        both = self._emit(quantize_op, base, plan.format.dtype, list(block), mark=mark)
         q, scale = getitem(self.graph, both, 0), getitem(self.graph, both, 1)
         if across:
-            pass  # one scale, and q as it lies
+            pass  # one scale, and q as it is stored
         elif self.rules.needs_k_contiguous:
             multiples = self._multiples(is_left)
             scale = self._scale_in_layout(scale, plan, rows_first, is_left, multiples[0])
             if not rows_first or multiples != (1, 1):
-                # With delayed scaling forward can write the copy beside q in one pass over the tensor.
+                # With delayed scaling forward can write the copy beside q with one read of the tensor.
                 saved = from_forward and self.rules.recipe == "delayed"
                 q = emit_relayout(self.graph, q, not rows_first, *multiples, like=self.site.node, saved=saved)
                 rows_first = True
@@ -146,7 +152,7 @@ class _Editor:
         return 1 if is_left else self.plan.align_n, self.plan.align_k
 
     def _reads_across(self, node: fx.Node, *, is_left: bool) -> bool:
-        """Whether the gemm reads an operand as it lies though its contraction is not contiguous."""
+        """True if the gemm reads an operand as it is stored though its contraction is not contiguous."""
         base, flipped = untransposed(node)
         if not self.rules.reads_any_layout or flipped != is_left:
             return False
@@ -155,10 +161,10 @@ class _Editor:
         return whole and statically_known_true(value(base).shape[1] % LINE == 0)
 
     def _is_from_forward(self, base: fx.Node, role: Role) -> bool:
-        """Whether forward makes and saves what a backward gemm reads.
+        """True if forward makes and saves what a backward gemm reads.
 
-        Backward would read the tensor or q once more, unless it has to compute the tensor anyway: the activation before
-        a matmul, whose inputs are saved for its own gradient. A checkpointed layer saves nothing.
+        Otherwise backward would read the tensor or q once more. Not where it has to compute the tensor anyway, such as
+        the activation before a matmul, whose inputs are saved for its own gradient. A checkpointed layer saves nothing.
         """
         forward = self.site.forward
         if forward is None or role is Role.GRAD_OUTPUT:
@@ -178,7 +184,7 @@ class _Editor:
         return self._inline(_row_block_scales, scale, rows_first, is_left, row_multiple)
 
     def _gemm_can_add(self) -> bool:
-        """Whether the gemm itself can add the bias: a vector, unscaled, in a 16-bit output (any on the CPU)."""
+        """True if the gemm itself can add the bias: a vector, unscaled, in a 16-bit output (any on the CPU)."""
         site, added = self.site, self.added
         return (
             added is not None
@@ -225,7 +231,7 @@ def _stack(*slices: torch.Tensor) -> torch.Tensor:
 
 
 def _row_scales(scale: torch.Tensor, is_left: bool, row_multiple: int) -> torch.Tensor:
-    """One scale a row: [M, 1] or [1, N], with every stride 1."""
+    """One scale per row: [M, 1] or [1, N], with every stride 1."""
     flat = scale.reshape(-1)
     flat = torch.nn.functional.pad(flat, (0, -flat.shape[0] % row_multiple)) if row_multiple > 1 else flat
     return flat[:, None] if is_left else flat[None, :]
@@ -249,11 +255,16 @@ def _tile_scales(scale: torch.Tensor, rows_first: bool, is_left: bool) -> torch.
 
 def _row(site: Matmul | OtherMatmul, decision: Rewrite | Skip) -> Row:
     shape = tuple(size if isinstance(size, int) else str(size) for size in site.shape)
-    where = {"node": site.node.name, "code": code_line(site.node)}
-    if isinstance(decision, Skip):
-        weight = site.weights[0] if isinstance(site, Matmul) and site.weights else ""
-        return Row(site.module, site.gemm, shape, SKIPPED, decision.reason, site.op, weight, **where)
-    assert isinstance(site, Matmul)
-    formats = (str(decision.left.format), str(decision.right.format))
-    weight = next(iter(site.weights), "")
-    return Row(site.module, site.gemm, shape, REWRITTEN, decision.reason, site.op, weight, formats, **where)
+    assert isinstance(decision, Skip) or isinstance(site, Matmul), "what is not a Matmul is left alone"
+    return Row(
+        site.module,
+        site.gemm,
+        shape,
+        SKIPPED if isinstance(decision, Skip) else REWRITTEN,
+        decision.reason,
+        site.op,
+        weight=site.weights[0] if isinstance(site, Matmul) and site.weights else "",
+        formats=() if isinstance(decision, Skip) else (str(decision.left.format), str(decision.right.format)),
+        node=site.node.name,
+        code=code_line(site.node),
+    )

@@ -11,22 +11,22 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from fp8_compile.kernels.overflow import largest_magnitude, raise_overflow_op
 from fp8_compile.torch_internals.aot import gradients, is_tangent, named_inputs
 
+from ..graph.arguments import arguments, input_of
 from ..graph.emit import emit, inline, value
 from ..graph.fp8_gemm import fp8_gemm
+from ..graph.loss_scale import FACTORS, INVERSE, OVERFLOW, SCALE
+from ..graph.marks import Kind, Mark
 from ..graph.roles import Names
+from ..graph.views import RESHAPES, TRANSPOSES
 from ..graph_pass import GraphPass, PassReport
 
 aten = torch.ops.aten
 
-FACTORS, OVERFLOW = "fp8_loss_factors", "fp8_loss_overflow"  # buffers of the graph: [2] and [1], fp32
-SCALE, INVERSE = 0, 1  # in FACTORS
-OVERFLOW_KIND = "overflow"  # meta["fp8_kind"] of what computes a gradient's largest magnitude
 IN_BACKWARD = {"partitioner_tag": "must_be_in_backward"}
-VIEWS = (aten.permute.default, aten.view.default, aten.reshape.default, aten.t.default)
 
 
 class ScaleLoss(GraphPass):
-    """Run a graph's backward on gradients that are ``loss_scale`` times as large, unseen from outside.
+    """Run a graph's backward on gradients that are ``loss_scale`` times as large, which is not seen from outside.
 
     Before:  dx = f(tangent)
              return [..., dx]
@@ -37,7 +37,7 @@ class ScaleLoss(GraphPass):
              return [..., dx']
 
     A power of two changes exponents alone, so the result is the same bit for bit as long as nothing inside overflows
-    or underflows. Where ``dx`` comes out of an FP8 gemm with one scale a tensor, the division goes into that scale.
+    or underflows. Where ``dx`` comes out of an FP8 gemm with one scale per tensor, the division goes into that scale.
     ``wide``: gradients of FP16 parameters leave in FP32, for parameters whose ``grad_dtype`` is FP32; in FP16 what the
     loss scale has saved inside would be lost on leaving.
     """
@@ -90,7 +90,7 @@ class _Scaling:
 
     def leave(self, wide: set[int]) -> int:
         output = self.graph.output_node()
-        results = list(output.args[0])  # type: ignore[arg-type]
+        results = list(arguments(output)[0])
         done: dict[tuple[fx.Node, bool], fx.Node] = {}
         for index, _ in gradients(self.graph):
             gradient = results[index]
@@ -102,7 +102,7 @@ class _Scaling:
                 done[key] = self._unscaled(gradient, widens)
             results[index] = done[key]
         output.args = (results,)
-        # A sparse one has no reduction; the optimizer's part looks at its values.
+        # There is no reduction of a sparse gradient; what runs at the optimizer's step looks at its values.
         dense = [node for node in done.values() if value(node).layout == torch.strided]
         flagged = [node for node in dense if not statically_known_true(value(node).numel() == 0)]
         if flagged:
@@ -110,7 +110,7 @@ class _Scaling:
         return len(done)
 
     def _unscaled(self, gradient: fx.Node, widens: bool) -> fx.Node:
-        gemm = None if widens else _gemm_behind(gradient)
+        gemm = None if widens else _gemm_before(gradient)
         if gemm is not None:
             with self.graph.inserting_before(gemm):
                 dequant_scale = emit(self.graph, aten.mul.Tensor, gemm.args[3], self.inverse, like=gemm)
@@ -121,29 +121,31 @@ class _Scaling:
             return inline(self.graph, times, gradient, self.inverse, dtype, like=gradient, tags=IN_BACKWARD)
 
     def _raise_flag(self, gradients: list[fx.Node]) -> None:
-        tags = {**IN_BACKWARD, "fp8_kind": OVERFLOW_KIND}
-        with self.graph.inserting_before(self.graph.output_node()):
-            found = [inline(self.graph, largest_magnitude, node, like=self.overflow, tags=tags) for node in gradients]
-            raised = emit(self.graph, raise_overflow_op, self.overflow, found, like=self.overflow, tags=IN_BACKWARD)
-            emit(self.graph, aten.copy_.default, self.overflow, raised, like=self.overflow, tags=IN_BACKWARD)
+        graph, flag, mark = self.graph, self.overflow, Mark(kind=Kind.OVERFLOW)
+        with graph.inserting_before(graph.output_node()):
+            found = [
+                inline(graph, largest_magnitude, node, like=flag, tags=IN_BACKWARD, mark=mark) for node in gradients
+            ]
+            raised = emit(graph, raise_overflow_op, flag, found, like=flag, tags=IN_BACKWARD)
+            emit(graph, aten.copy_.default, flag, raised, like=flag, tags=IN_BACKWARD)
 
 
-def _gemm_behind(node: fx.Node) -> fx.Node | None:
-    """The FP8 gemm that makes a gradient and nothing else, if its scales have a place for one factor more."""
+def _gemm_before(node: fx.Node) -> fx.Node | None:
+    """The FP8 gemm whose only result is this gradient, if its scales can take one more factor."""
     while node.op == "call_function" and len(node.users) == 1:
         if (gemm := fp8_gemm(node)) is not None:
             return node if value(gemm.scale_right).numel() == 1 and gemm.bias is None else None
-        if node.target not in VIEWS:
+        if node.target not in RESHAPES | TRANSPOSES:
             return None
-        node = node.args[0]  # type: ignore[assignment]
+        node = input_of(node)
     return None
 
 
 def _is_scaled(node: fx.Node) -> bool:
-    """All gradients are, complex ones too: of those that enter and those that leave neither kind may be left out."""
+    """True for all gradients, complex ones too: none may be scaled on entry and left as it is on exit."""
     return isinstance(value(node), torch.Tensor) and (value(node).is_floating_point() or value(node).is_complex())
 
 
 def times(x: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """In FP32, or in what is wider: FP64 and complex numbers keep all they have."""
+    """``x * factor`` in FP32, or in what is wider: FP64 and complex numbers lose nothing."""
     return (x.to(torch.promote_types(x.dtype, torch.float32)) * factor).to(dtype)

@@ -11,7 +11,8 @@ from torch import fx
 from fp8_compile.kernels.fp8_inputs import quantize_inputs_op
 from fp8_compile.kernels.quantize import quantize_op
 
-from ..graph.views import LOOK_THROUGH
+from ..graph.marks import mark_of, set_mark
+from ..graph.views import LOOK_THROUGH, PARTS
 from ..graph_pass import GraphPass, PassReport
 
 aten = torch.ops.aten
@@ -20,10 +21,9 @@ QUANTIZES = (quantize_op, quantize_inputs_op)
 SHARED_OPS = {
     *QUANTIZES,
     operator.getitem,
-    aten.select.int,
-    aten.slice.Tensor,
     aten.constant_pad_nd.default,
     aten.view.dtype,
+    *PARTS,
     *LOOK_THROUGH,
 }
 
@@ -34,9 +34,9 @@ class ShareQuantizes(GraphPass):
     Before:  q1, s1 = quantize(view(x));  q2, s2 = quantize(view(x))       q and k projections of one x
     After:   q1, s1 = quantize(view(x))                                    both gemms read q1
 
-    A backward gemm reads the forward's quantized tensor, which is what makes FP8 the thing saved for backward. Where
-    it reads the very bytes that forward writes (``meta["fp8_reads_forwards"]``), these are to be saved, and what they
-    are made from is not read again (``meta["fp8_saved"]``).
+    A backward gemm reads the forward's quantized tensor, so that FP8 is what is saved for backward. Where it reads the
+    very bytes that forward writes (``Mark.reads_forwards``), these are to be saved (``Mark.saved``), and backward does
+    not read what they are made from.
     """
 
     def run(self, graph: fx.Graph) -> PassReport:
@@ -46,12 +46,12 @@ class ShareQuantizes(GraphPass):
             if node.op != "call_function" or node.target not in SHARED_OPS:
                 continue
             key, region = _key(node), node.meta.get("ac_graph_id")
-            # A region shares with itself; what belongs to none (backward) shares with the first there was.
+            # A checkpointed region shares with itself; what belongs to no region (backward) shares with the first.
             kept = first.setdefault((key, region), node) if region is not None else first.get(key, node)
             first.setdefault(key, node)
             if kept is not node:
-                if node.meta.get("fp8_reads_forwards") and "recompute" not in kept.meta:
-                    kept.meta["fp8_saved"] = True
+                if mark_of(node).reads_forwards and "recompute" not in kept.meta:
+                    set_mark(kept, saved=True)
                 node.replace_all_uses_with(kept)
                 graph.erase_node(node)
                 merged += node.target in QUANTIZES

@@ -10,13 +10,15 @@ from torch import fx
 from fp8_compile.torch_internals.aot import is_tangent, named_inputs
 from fp8_compile.torch_internals.graphs import op_name, schema_name
 
+from ..graph.arguments import arguments
 from ..graph.emit import emit, inline, value
+from ..graph.loss_scale import FACTORS, INVERSE, SCALE
 from ..graph_pass import GraphPass, PassReport
-from .scale_loss import FACTORS, IN_BACKWARD, INVERSE, SCALE, times
+from .scale_loss import IN_BACKWARD, times
 
 aten = torch.ops.aten
 
-# Names of ops, whatever their overload. Those that pass a positive factor on (abs, amax, relu, norms) are no members.
+# Names of ops, whatever their overload. Ops that pass a positive factor on (abs, amax, relu, norms) are not among them.
 BENT = frozenset(
     "clamp clamp_min clamp_max hardtanh sign sgn pow sqrt rsqrt reciprocal exp exp2 expm1 log log2 log10 log1p tanh "
     "sigmoid sin cos erf atan round floor ceil trunc nan_to_num _softmax _log_softmax var var_mean std "
@@ -28,15 +30,16 @@ CONSTANTS = frozenset("full full_like scalar_tensor zeros zeros_like new_zeros".
 
 
 class UnscaleNonlinear(GraphPass):
-    """Divide the gradients that an operation reads, and multiply what it makes of them, where that makes a difference.
+    """Divide the gradients that a nonlinear operation reads by the loss scale, and multiply its result by it.
 
     Before:  g' = clamp(g, -1, 1)
     After:   g' = convert_element_type(float(clamp(convert_element_type(float(g) * factors[1]), -1, 1)) * factors[0])
 
-    A backward is linear in the gradients that enter it, and a loss scale is not seen, unless a user made it otherwise:
-    by a hook on a tensor, by an ``autograd.Function`` that clips. What is made of gradients is ``loss_scale`` times as
-    large as it would be without, before and behind this pass; only around such operations that has to be said.
-    It comes first, when nothing but the user's operations is in the graph.
+    A backward is linear in the gradients that enter it, so that it can't tell that they are scaled, unless a user has
+    made it otherwise: by a hook on a tensor, by an ``autograd.Function`` that clips. Whatever is computed from
+    gradients is ``loss_scale`` times as large as without a loss scale; this has to be undone only around such
+    operations.
+    The pass comes first, when nothing but the user's operations is in the graph.
     """
 
     def run(self, graph: fx.Graph) -> PassReport:
@@ -78,7 +81,7 @@ class UnscaleNonlinear(GraphPass):
 
 
 def is_nonlinear(node: fx.Node, flows: set[fx.Node]) -> bool:
-    """Whether an op does not pass a factor on that all gradients it reads have in common."""
+    """True for an op whose result does not have the factor that all gradients it reads have in common."""
     if not schema_name(node).startswith("aten::"):
         return False
     name = op_name(node)
@@ -97,7 +100,7 @@ def is_nonlinear(node: fx.Node, flows: set[fx.Node]) -> bool:
 
 
 def _carries(node: fx.Node) -> bool:
-    """Whether it has the factor of the gradients that it is made of: truth values and indices have none."""
+    """True if the result has the factor of the gradients that it is made of; truth values and indices don't."""
     result = node.meta.get("val")
     parts = result if isinstance(result, (tuple, list)) else [result]
     return any(isinstance(one, torch.Tensor) and (one.is_floating_point() or one.is_complex()) for one in parts)
@@ -113,4 +116,4 @@ def _is_zero(arg: Any) -> bool:
         return _is_zero(arg.args[0])
     if name not in CONSTANTS:
         return False
-    return "zeros" in name or arg.args[0 if name == "scalar_tensor" else 1] == 0
+    return "zeros" in name or arguments(arg)[0 if name == "scalar_tensor" else 1] == 0

@@ -2,74 +2,47 @@
 
 from __future__ import annotations
 
-import dataclasses
-import operator
-from typing import Protocol
-
 import torch
 from torch import fx
 
 from fp8_compile.kernels.quantize import quantize_op
-from fp8_compile.torch_internals.aot import input_number, named_inputs
+from fp8_compile.torch_internals.aot import input_number
 
-from ..graph.emit import inline
+from ..graph.arguments import arguments, input_of
+from ..graph.cached_weights import CODES, KNOWN, TRANSPOSED, CachedWeights, Use, weight_buffer, weight_buffers
+from ..graph.emit import inline, replace_results
+from ..graph.marks import mark_of
+from ..graph.relayouts import relayouts_of
 from ..graph.roles import Role
-from ..graph.slot import Place, TensorUse
+from ..graph.views import is_call_of
 from ..graph_pass import GraphPass, PassReport
-from ..split.relayout_bytes import relayouts_of
 from .delay_scales import of_row
 
 prims = torch.ops.prims
 
-PREFIX = "fp8_weight_"
-CODES, TRANSPOSED, KNOWN = "codes", "transposed", "known"
-
-
-@dataclasses.dataclass(frozen=True)
-class Use:
-    """How a graph reads a weight: ``argument`` is its place among the graph's arguments, ``via`` the dtype it is
-    rounded to first (autocast)."""
-
-    argument: int
-    tensor: TensorUse
-    via: torch.dtype | None
-
-
-class CachedWeights(Protocol):
-    """What the pass asks of the cache; ``fp8_compile.graph_weights`` answers."""
-
-    def use(self, use: Use) -> Place | None:
-        """Where the scale of the weight's FP8 copy lies; None: there is no such copy."""
-        ...
-
-
-def weight_buffer(index: int, field: str) -> str:
-    """What an FP8 copy is called in a graph; with ``KNOWN``, the scales of a page of them."""
-    return f"{PREFIX}{index}_{field}"
-
 
 class UseWeightCache(GraphPass):
-    """Replace the quantize of a weight, and the copies of it in another layout, by buffers that hold them.
+    """Replace the quantize of a weight, and copies of the result in another layout, by buffers that hold them.
 
     Before:  qw, sw = fp8_compile.quantize(w, float8_e4m3fn, [-1, -1])
              qw_t = view(clone(permute(view(qw, uint8), [1, 0])), float8_e4m3fn)          where K must be contiguous
     After:   qw = fp8_weight_3_codes;  sw = fp8_weight_0_known[1, row];  qw_t = fp8_weight_3_transposed
 
-    Skips: operands that are not a parameter as it is, or rounded by autocast; parameters the cache has no copy of.
-    A copy filled up to round sizes is still made from the codes.
+    Skips: operands that are neither a parameter as it is nor one rounded by autocast; parameters that the cache has no
+    copy of. A copy filled up to round sizes is still made from the codes.
     """
 
     def __init__(self, weights: CachedWeights) -> None:
         self.weights = weights
 
     def run(self, graph: fx.Graph) -> PassReport:
-        buffers = _buffers(graph)
+        buffers = weight_buffers(graph)
         used = 0
         for node in graph.find_nodes(op="call_function", target=quantize_op):
-            tensor: TensorUse = node.meta["fp8_use"]
-            source, via = _unrounded(node.args[0])  # type: ignore[arg-type]
+            tensor = mark_of(node).use
+            source, via = _unrounded(input_of(node))
             argument = _argument(source)
-            if tensor.role is not Role.WEIGHT or weight_buffer(argument, CODES) not in buffers:
+            if tensor is None or tensor.role is not Role.WEIGHT or weight_buffer(argument, CODES) not in buffers:
                 continue
             place = self.weights.use(Use(argument, tensor, via))
             if place is not None:
@@ -82,31 +55,24 @@ class UseWeightCache(GraphPass):
 def _replace(
     graph: fx.Graph, node: fx.Node, argument: int, known: fx.Node, row: int, buffers: dict[str, fx.Node]
 ) -> None:
-    codes, transposed = (buffers.get(weight_buffer(argument, field)) for field in (CODES, TRANSPOSED))
+    codes, transposed = buffers[weight_buffer(argument, CODES)], buffers.get(weight_buffer(argument, TRANSPOSED))
     with graph.inserting_before(node):
         _, dequant_scale = inline(graph, of_row, known, row, like=node)
-    for part in list(node.users):
-        assert part.target is operator.getitem, part.format_node()
-        if part.args[1] == 0 and transposed is not None:
-            for copy in relayouts_of(part, (True, 1, 1)):
-                copy.replace_all_uses_with(transposed)
-        part.replace_all_uses_with((codes, dequant_scale)[part.args[1]])  # type: ignore[index]
-        graph.erase_node(part)
-    graph.erase_node(node)
-
-
-def _buffers(graph: fx.Graph) -> dict[str, fx.Node]:
-    return {name: node for name, node in named_inputs(graph).items() if name.startswith(PREFIX)}
+    if transposed is not None:
+        for copy in [copy for part in node.users for copy in relayouts_of(part, (True, 1, 1))]:
+            copy.replace_all_uses_with(transposed)
+    replace_results(graph, node, (codes, dequant_scale))
 
 
 def _unrounded(node: fx.Node) -> tuple[fx.Node, torch.dtype | None]:
-    """The tensor behind a cast to another dtype, and that dtype."""
-    if node.op == "call_function" and node.target is prims.convert_element_type.default:
-        return node.args[0], node.args[1]  # type: ignore[return-value]
+    """The tensor before a cast to another dtype, and that dtype; without a cast, the node itself."""
+    if is_call_of(node, (prims.convert_element_type.default,)):
+        source, dtype = arguments(node)
+        return source, dtype
     return node, None
 
 
 def _argument(node: fx.Node) -> int:
-    """Which argument of the Dynamo graph a placeholder stands for, or the local part of; -1: none."""
+    """Which argument of the Dynamo graph a placeholder is, or is the local part of; -1 if it is not an argument."""
     index = input_number(node) if node.op == "placeholder" else None
     return -1 if index is None else index

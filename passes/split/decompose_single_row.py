@@ -1,4 +1,4 @@
-"""Let Inductor generate what one token asks of weights and caches that are not packed."""
+"""Let Inductor generate the code that reads unpacked weights and caches for a single token."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from torch import Tensor, fx
 
 from fp8_compile.kernels.inductor.materialize import stored_op
 
+from ..graph.arguments import arguments, input_of
 from ..graph.emit import emit, inline, value
 from ..graph_pass import GraphPass, PassReport
 
 aten = torch.ops.aten
 
-HALVES = (torch.bfloat16, torch.float16)
+SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 MULTIPLIED = (torch.bfloat16, torch.float32)
 
 
-class OpenOneRow(GraphPass):
-    """Open products and attention of one row into plain ops, once the graph is split.
+class DecomposeSingleRow(GraphPass):
+    """Decompose products and attention of one row into plain ops, once the graph is split.
 
     Before:  y: bf16[1, N] = addmm(bias, x, permute(w))
              a: bf16[B, H, 1, D] = _scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=mask)[0]
@@ -29,34 +30,34 @@ class OpenOneRow(GraphPass):
              p = exp(s - max(s)), s = sum_d(fp32(q) * fp32(k)) / sqrt(D) + mask
              a = bf16(sum_s(p * fp32(v)) / sum_s(p))
 
-    Either reads a large tensor once and does little with it. oneDNN's and MKL's products read at a half of the memory's
-    speed or less, and the attention copies keys and values into tiles that are made for many queries; loops of
-    Inductor's read as fast as the memory gives. Sums are in FP32, as they were.
+    Both read a large tensor once and do little with it. oneDNN's and MKL's products read at half of the memory's speed
+    or less, and the attention copies keys and values into tiles that are made for many queries; Inductor's loops read
+    as fast as the memory allows. Sums are in FP32, as they were.
 
-    Skips: more rows, or a number that is not known; products in FP16, which oneDNN does as fast; weights whose rows
-    don't lie along K; attention with dropout, a causal mask, or a logsumexp that backward reads.
+    Skips: more rows, or a number that is not known; products in FP16, in which oneDNN is as fast; weights that are not
+    contiguous along K; attention with dropout, a causal mask, or a logsumexp that backward reads.
     """
 
     def run(self, graph: fx.Graph) -> PassReport:
         changes = 0
         for node in list(graph.nodes):
             if _is_product(node):
-                *bias, x, weight = node.args
-                _replace(graph, node, node, multiply_row, x, weight, *bias)  # type: ignore[arg-type]
+                *bias, x, weight = arguments(node)
+                _replace(graph, node, node, multiply_row, x, weight, *bias)
                 changes += 1
             elif _is_attention(node):
                 for result in list(node.users):
                     if result.users:
-                        _replace(graph, result, node, attend_once, *node.args[:3], *_mask_and_scale(node))
+                        _replace(graph, result, node, attend_once, *arguments(node)[:3], *_mask_and_scale(node))
                     else:
                         graph.erase_node(result)
-                graph.erase_node(node)  # a random op, as torch has it: no dead code to anyone
+                graph.erase_node(node)  # torch takes it for a random op, which is never dead code
                 changes += 1
         return PassReport(changes, "products and attentions of one row")
 
 
 def multiply_row(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [1, K], weight [K, N] whose columns lie in memory one after the other, bias [N] -> [1, N]."""
+    """x [1, K], weight [K, N] whose columns are stored one after the other, bias [N] -> [1, N]."""
     y = (x.float() * weight.t().float()).sum(-1)
     if bias is not None:
         y = y + bias.float()
@@ -68,7 +69,7 @@ def attend_once(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, 
     -> [B, heads, 1, D]; zeros where the mask leaves no key."""
     batch, heads, _, width = query.shape
     groups, length = key.shape[1:3]
-    wide = torch.float32 if query.dtype in HALVES else query.dtype
+    wide = torch.float32 if query.dtype in SIXTEEN_BITS else query.dtype
     q = query.to(wide).view(batch, groups, heads // groups, 1, width)
     scores = (q * key.to(wide).unsqueeze(2)).sum(-1) * (1 / math.sqrt(width) if scale is None else scale)
     if mask is not None:
@@ -85,7 +86,7 @@ def attend_once(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, 
 def _is_product(node: fx.Node) -> bool:
     if node.target not in (aten.mm.default, aten.addmm.default) or node.kwargs not in ({}, {"beta": 1, "alpha": 1}):
         return False
-    x, weight = (value(side) for side in node.args[-2:])  # type: ignore[arg-type]
+    x, weight = (value(side) for side in arguments(node)[-2:])
     one = isinstance(x.shape[0], int) and x.shape[0] == 1
     along_k = isinstance(weight.stride(0), int) and weight.stride(0) == 1
     return one and along_k and x.device.type == "cpu" and x.dtype in MULTIPLIED and weight.dtype == x.dtype
@@ -96,7 +97,7 @@ def _is_attention(node: fx.Node) -> bool:
         return False
     if any(user.args[1] != 0 and user.users for user in node.users):
         return False
-    queries = value(node.args[0]).shape[2]  # type: ignore[arg-type]
+    queries = value(input_of(node)).shape[2]
     plain = not any((*node.args[3:], node.kwargs.get("dropout_p"), node.kwargs.get("is_causal")))
     return isinstance(queries, int) and queries == 1 and plain
 

@@ -8,9 +8,10 @@ from torch import fx
 from fp8_compile.kernels.formats import BY_DTYPE
 from fp8_compile.kernels.inductor.cast_blocks import cast_blocks_op
 
+from ..graph.arguments import arguments
 from ..graph.emit import emit, value
+from ..graph.marks import Kind, mark_of, marked, quantize_of, source_through
 from ..graph_pass import GraphPass, PassReport
-from ..joint.lower_quantizes import CAST
 
 aten = torch.ops.aten
 
@@ -25,14 +26,13 @@ class FuseCasts(GraphPass):
     def run(self, graph: fx.Graph) -> PassReport:
         changed = 0
         for node in [node for node in graph.nodes if _is_ours(node) and value(node).dtype in BY_DTYPE]:
-            product = node
-            while _is_ours(product) and product.target is not aten.mul.Tensor:
-                product = product.args[0]
+            product = source_through(node, lambda one: _is_ours(one) and one.target is not aten.mul.Tensor)
             if not _is_ours(product):
                 continue  # forward saved a value from the middle
-            inputs = map(_behind_marks, product.args)
+            # x before its cast to FP32, and the scales before they are spread over their blocks.
+            inputs = [source_through(side, _is_ours) for side in arguments(product)]
             with graph.inserting_before(node):
-                q = emit(graph, cast_blocks_op, *inputs, *node.meta["fp8_arguments"], like=node)
+                q = emit(graph, cast_blocks_op, *inputs, *quantize_of(node), like=node)
             node.replace_all_uses_with(q)
             graph.erase_node(node)
             changed += 1
@@ -40,12 +40,5 @@ class FuseCasts(GraphPass):
 
 
 def _is_ours(node: fx.Node) -> bool:
-    mine = node.op == "call_function" and node.meta.get("fp8_kind") == CAST and "fp8_delayed" not in node.meta
+    mine = marked(node, Kind.CAST) and mark_of(node).delayed is None
     return mine and isinstance(value(node), torch.Tensor)
-
-
-def _behind_marks(node: fx.Node) -> fx.Node:
-    """x before its cast to FP32, or the scales before they are spread over their blocks."""
-    while _is_ours(node):
-        node = node.args[0]
-    return node

@@ -1,6 +1,8 @@
-"""Once the graph is split: launch the Triton kernels that quantize what is in memory."""
+"""Launch the Triton kernels that quantize what is in memory, once the graph is split."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import fx
@@ -9,7 +11,8 @@ from fp8_compile.kernels.formats import format_of
 from fp8_compile.kernels.quantize import WHOLE
 from fp8_compile.kernels.quantize_both import DEQUANT, DEQUANT_T, Q_T, Q, empty_results, quantize_both_op
 
-from ..graph.emit import call_triton, emit, first_call, getitem, inline, value
+from ..graph.arguments import arguments, input_of
+from ..graph.emit import call_triton, emit, first_call, getitem, inline, replace_results, value
 from ..graph_pass import GraphPass, PassReport
 
 aten = torch.ops.aten
@@ -33,11 +36,11 @@ class LaunchQuantizes(GraphPass):
 
     def run(self, graph: fx.Graph) -> PassReport:
         nodes = graph.find_nodes(op="call_function", target=quantize_both_op)
-        nodes = [node for node in nodes if value(node.args[0]).device.type != "cpu"]
+        nodes = [node for node in nodes if value(input_of(node)).device.type != "cpu"]
         amaxes = _amaxes(graph, nodes)
         for node in nodes:
             with graph.inserting_before(node):
-                x, dtype, block, multiple, _ = node.args
+                x, dtype, block, multiple, _ = arguments(node)
                 results = inline(graph, empty_results, x, dtype, tuple(block), multiple, like=node)
                 along_rows, along_columns = bool(_read(node) & {Q, DEQUANT}), bool(_read(node) & {Q_T, DEQUANT_T})
                 if block[1] != WHOLE:
@@ -46,10 +49,7 @@ class LaunchQuantizes(GraphPass):
                     _launch_rows_columns(graph, node, results, along_rows, amaxes[node])
                 else:
                     _launch_rows(graph, node, results)
-            for user in list(node.users):
-                user.replace_all_uses_with(results[user.args[1]])
-                graph.erase_node(user)
-            graph.erase_node(node)
+            replace_results(graph, node, results)
         return PassReport(len(nodes), "quantizes launched")
 
 
@@ -58,7 +58,7 @@ def _launch_blocks(
 ) -> None:
     from fp8_compile.kernels.gpu import quantize_blocks as kernels
 
-    x, dtype, block, multiple, via = node.args
+    x, dtype, block, multiple, via = arguments(node)
     programs, *sizes = inline(graph, kernels.launch_sizes, x, multiple, like=node)
     constants = kernels.launch_constants(dtype, block[0] != 1, via, along_rows, along_columns)
     tensors = {"x_ptr": x, **_pointers(results, along_rows, along_columns)}
@@ -72,10 +72,11 @@ def _launch_rows_columns(
 ) -> None:
     from fp8_compile.kernels.gpu import quantize_rows as kernels
 
-    x, dtype, _, multiple, via = node.args
+    x, dtype, _, multiple, via = arguments(node)
     programs, *sizes, padded = inline(graph, kernels.tile_sizes, x, multiple, like=node)
     common = {**dict(zip(SIZES, sizes)), **kernels.tile_constants(via, along_rows)}
-    tensors, launch = {"x_ptr": x, "bits_ptr": bits}, {"like": node, "num_warps": kernels.TILE_WARPS}
+    tensors = {"x_ptr": x, "bits_ptr": bits}
+    launch: dict[str, Any] = {"like": node, "num_warps": kernels.TILE_WARPS}
     call_triton(graph, kernels.row_column_amax_kernel, (programs, 1, 1), tensors, common, **launch)
     tensors |= _pointers(results, along_rows, True)
     scalars = {**common, "padded": padded, "LARGEST": format_of(dtype).max}
@@ -85,7 +86,7 @@ def _launch_rows_columns(
 def _launch_rows(graph: fx.Graph, node: fx.Node, results: tuple[fx.Node, ...]) -> None:
     from fp8_compile.kernels.gpu import quantize_rows as kernels
 
-    x, dtype, _, multiple, via = node.args
+    x, dtype, _, multiple, via = arguments(node)
     _, rows, *sizes, _ = inline(graph, kernels.tile_sizes, x, multiple, like=node)
     constants = kernels.row_constants(value(x).shape[1], dtype, via=via)
     tensors = {"x_ptr": x, "q_ptr": results[Q], "dequant_ptr": results[DEQUANT]}
@@ -95,7 +96,8 @@ def _launch_rows(graph: fx.Graph, node: fx.Node, results: tuple[fx.Node, ...]) -
 
 
 def _pointers(results: tuple[fx.Node, ...], along_rows: bool, along_columns: bool) -> dict[str, fx.Node]:
-    """What is not made is not allocated: the other layout's tensor stands in for it, and is left alone."""
+    """A layout that is not made is not allocated: the kernel gets the other one's tensors in its place, and writes
+    nothing there."""
     rows, columns = results[Q : DEQUANT + 1], results[Q_T : DEQUANT_T + 1]
     (q, dequant), (q_t, dequant_t) = rows if along_rows else columns, columns if along_columns else rows
     return {"q_ptr": q, "q_t_ptr": q_t, "dequant_ptr": dequant, "dequant_t_ptr": dequant_t}
@@ -104,21 +106,22 @@ def _pointers(results: tuple[fx.Node, ...], along_rows: bool, along_columns: boo
 def _amaxes(graph: fx.Graph, nodes: list[fx.Node]) -> dict[fx.Node, fx.Node]:
     """Node -> zeros for the amaxes of its rows and columns.
 
-    A buffer each, or the scheduler would take one tensor's kernels to depend on those of the one before. Of a list
-    Inductor makes one kernel that fills all; a size that is a symbol is known only where its tensor is.
+    Each node has a buffer of its own. With a common one the scheduler would think that the kernels of a tensor depend
+    on those of the tensor before it. Inductor fills the buffers of a list with one kernel; a size that is a symbol is
+    known only where its tensor is.
     """
-    nodes = [node for node in nodes if node.args[2][1] == WHOLE and _read(node) & {Q_T, DEQUANT_T}]
-    static = [node for node in nodes if all(isinstance(size, int) for size in value(node.args[0]).shape)]
+    nodes = [node for node in nodes if arguments(node)[2][1] == WHOLE and _read(node) & {Q_T, DEQUANT_T}]
+    static = [node for node in nodes if all(isinstance(size, int) for size in value(input_of(node)).shape)]
     found = {}
     for node in nodes:
         if node not in static:
             with graph.inserting_before(node):
-                found[node] = inline(graph, _zeros, node.args[0], like=node)
+                found[node] = inline(graph, _zeros, input_of(node), like=node)
     if static:
         with graph.inserting_before(first_call(graph)):
-            sizes = [sum(value(node.args[0]).shape) for node in static]
-            made = {"dtype": torch.int32, "device": value(static[0].args[0]).device, "like": static[0]}
-            empty = [emit(graph, aten.empty.memory_format, [size], **made) for size in sizes]
+            sizes = [sum(value(input_of(node)).shape) for node in static]
+            options: dict[str, Any] = {"dtype": torch.int32, "device": value(input_of(static[0])).device}
+            empty = [emit(graph, aten.empty.memory_format, [size], like=static[0], **options) for size in sizes]
             zeros = emit(graph, aten._foreach_mul.Scalar, empty, 0, like=empty[0])
             found |= {node: getitem(graph, zeros, index) for index, node in enumerate(static)}
     return found
@@ -130,4 +133,4 @@ def _zeros(x: torch.Tensor) -> torch.Tensor:
 
 def _read(node: fx.Node) -> set[int]:
     """Which of the results this graph reads."""
-    return {user.args[1] for user in node.users if user.users}  # type: ignore[misc]
+    return {arguments(user)[1] for user in node.users if user.users}

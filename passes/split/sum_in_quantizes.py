@@ -1,4 +1,4 @@
-"""Let the kernels that quantize gradients sum their columns, for the biases."""
+"""Let the kernels that quantize gradients sum their columns, which are the gradients of biases."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from fp8_compile.kernels.inductor.record_amax import record_amax_op
 from fp8_compile.kernels.inductor.sum_tiles import TILE, sum_tiles_op
 from fp8_compile.kernels.quantize import WHOLE
 
+from ..graph.arguments import arguments, input_of
 from ..graph.emit import emit, value
+from ..graph.producers import made_by_reduction
 from ..graph.views import root_of
 from ..graph_pass import GraphPass, PassReport
-from .relayout_bytes import made_by_reduction
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -28,18 +29,19 @@ class SumInQuantizes(GraphPass):
     After:   tiles: fp32[M / 64, N] = fp8_compile.sum_tiles(dy)           fused into the kernel that quantizes dy
              db = convert_element_type(sum(tiles, [0]), bf16)
 
-    Not where dy comes out of a norm's backward: that kernel goes along rows, and Inductor adds up columns there. Nor
-    with many scales: those kernels look at whole rows, columns or blocks first.
+    Skips: a dy that comes out of a norm's backward, whose kernel goes along rows, where Inductor adds up columns; and
+    many scales per tensor, whose kernels look at whole rows, columns or blocks first.
     """
 
     def run(self, graph: fx.Graph) -> PassReport:
-        delayed = [node.args[1] for node in graph.find_nodes(op="call_function", target=record_amax_op)]
+        delayed = [input_of(node, 1) for node in graph.find_nodes(op="call_function", target=record_amax_op)]
         casts = graph.find_nodes(op="call_function", target=cast_blocks_op)
-        by_one_scale = [node.args[0] for node in casts if tuple(node.args[3]) == (WHOLE, WHOLE)]
+        by_one_scale = [input_of(node) for node in casts if tuple(arguments(node)[3]) == (WHOLE, WHOLE)]
         quantized = {root_of(node) for node in (*delayed, *by_one_scale)}
         changed = 0
         for node in graph.find_nodes(op="call_function", target=aten.sum.dim_IntList):
-            if not _is_over_rows(node) or root_of(node.args[0]) not in quantized or made_by_reduction(node.args[0]):
+            x = input_of(node)
+            if not _is_over_rows(node) or root_of(x) not in quantized or made_by_reduction(x):
                 continue
             with graph.inserting_before(node):
                 total = self._sum(graph, node)
@@ -49,7 +51,7 @@ class SumInQuantizes(GraphPass):
         return PassReport(changed, "sums over rows made where gradients are quantized")
 
     def _sum(self, graph: fx.Graph, node: fx.Node) -> fx.Node:
-        x: fx.Node = node.args[0]  # type: ignore[assignment]
+        x = input_of(node)
         dims, columns = value(x).dim(), value(x).shape[-1]
         matrix = x if dims == 2 else emit(graph, aten.reshape.default, x, [-1, columns], like=node)
         tiles = emit(graph, sum_tiles_op, matrix, like=node)
@@ -60,9 +62,10 @@ class SumInQuantizes(GraphPass):
 
 
 def _is_over_rows(node: fx.Node) -> bool:
-    """Whether a sum is over all dimensions of a tensor but the last one, and over more than one tile."""
-    x = value(node.args[0])  # type: ignore[arg-type]
-    dims = sorted(dim % x.dim() for dim in node.args[1] or range(x.dim()))  # type: ignore[union-attr, operator]
+    """True for a sum over all dimensions of a tensor but the last one, and over more than one tile."""
+    summed, over, *_ = arguments(node)
+    x = value(summed)
+    dims = sorted(dim % x.dim() for dim in over or range(x.dim()))
     rows = math.prod(x.shape[:-1])
     over_rows = dims == list(range(x.dim() - 1)) and isinstance(x.shape[-1], int)
     return over_rows and not statically_known_true(rows <= TILE)

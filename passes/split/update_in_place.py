@@ -1,4 +1,4 @@
-"""Once the graph is split: change the scaling state in place."""
+"""Change the scaling state in place, once the graph is split."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from fp8_compile.kernels.delayed_scaling import (
 )
 from fp8_compile.kernels.inductor.record_amax import record_amax_op
 
+from ..graph.arguments import arguments
 from ..graph.emit import call_triton, emit, first_call, value
+from ..graph.marks import Kind, source_of
 from ..graph_pass import GraphPass, PassReport
-from ..joint.lower_quantizes import source_of_scale
 
 aten = torch.ops.aten
 
@@ -44,13 +45,15 @@ class UpdateInPlace(GraphPass):
              fp8_compile.accumulate_amaxes_(amaxes, [amax], [row])                CPU
     """
 
+    leaves_no = (next_scales_op, update_op, record_op, accumulate_op)
+
     def run(self, graph: fx.Graph) -> PassReport:
         begins = {node.args[0]: node for node in graph.find_nodes(op="call_function", target=next_scales_op)}
         ends = {node.args[0]: node for node in graph.find_nodes(op="call_function", target=record_op)}
         updates = {node.args[0]: node for node in graph.find_nodes(op="call_function", target=update_op)}
         for amaxes, record in ends.items():
             in_place = _OnGpu if value(amaxes).device.type != "cpu" else _OnCpu
-            # First of all: the partitioner may have moved what reads or records before the node that was first.
+            # Before all else: the partitioner may have moved what reads or records before the node that was first.
             with graph.inserting_before(first_call(graph)):
                 known = in_place.update(graph, begins[amaxes])
             begins[amaxes].replace_all_uses_with(known)
@@ -67,7 +70,7 @@ class UpdateInPlace(GraphPass):
             for copy in list(record.users):
                 graph.erase_node(copy)
             graph.erase_node(record)
-        return PassReport(len(ends) + len(held), "pages of the scaling state updated in place")
+        return PassReport(len(ends) + len(held), "tables of the scaling state updated in place")
 
 
 class _OnCpu:
@@ -79,7 +82,7 @@ class _OnCpu:
 
     @staticmethod
     def record(graph: fx.Graph, node: fx.Node) -> None:
-        amaxes, recorded, rows, _ = node.args
+        amaxes, recorded, rows, _ = arguments(node)
         op = record_in_place_op if node.target is record_op else accumulate_in_place_op
         with graph.inserting_before(node):
             emit(graph, op, amaxes, recorded, rows, like=node)
@@ -90,16 +93,16 @@ class _OnGpu:
     def update(graph: fx.Graph, node: fx.Node) -> fx.Node:
         from fp8_compile.kernels.gpu.update_scales import launch_arguments, update_scales_kernel
 
-        amaxes, history, scales, counts, *rule = node.args
+        amaxes, history, scales, counts, *rule = arguments(node)
         known = emit(graph, aten.empty_like.default, scales, like=node)
         tensors = dict(amaxes_ptr=amaxes, history_ptr=history, scales_ptr=scales, counts_ptr=counts, known_ptr=known)
-        grid, scalars = launch_arguments(*value(history).shape, *rule)  # type: ignore[arg-type]
-        call_triton(graph, update_scales_kernel, grid, tensors, scalars, like=node)  # type: ignore[arg-type]
+        grid, scalars = launch_arguments(*value(history).shape, *rule)
+        call_triton(graph, update_scales_kernel, grid, tensors, scalars, like=node)
         return known
 
     @staticmethod
     def record(graph: fx.Graph, node: fx.Node) -> None:
-        amaxes, recorded, rows, _ = node.args
-        for amax, row in zip(recorded, rows):  # type: ignore[arg-type]
+        amaxes, recorded, rows, _ = arguments(node)
+        for amax, row in zip(recorded, rows):
             with graph.inserting_before(amax):
-                emit(graph, record_amax_op, amaxes, source_of_scale(amax), row, like=amax)
+                emit(graph, record_amax_op, amaxes, source_of(amax, Kind.SCALES), row, like=amax)

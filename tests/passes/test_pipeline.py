@@ -22,6 +22,9 @@ from fp8_compile import Config
 from fp8_compile.backend.explain import run_uncompiled
 from fp8_compile.backend.graph import compile_graph
 from fp8_compile.passes import pipeline
+from fp8_compile.passes.graph.update_rule import UpdateRule
+from fp8_compile.passes.joint.record_amaxes import RecordAmaxes
+from fp8_compile.passes.joint.scale_loss import ScaleLoss
 from fp8_compile.passes.pipeline import JointPipeline, SplitPipeline
 
 
@@ -76,6 +79,48 @@ def test_the_passes_run_in_order(target: str, lowered: list[str]) -> None:
         *(("ran", "joint", name, "changed") for name in passes),
         ("finished", "joint"),
     ]
+
+
+REWRITE = ["RewriteMatmuls", "ShareQuantizes"]
+ON_CPU = ["DropRecomputeCopies", "CallCpuKernels", "FuseDelayedQuantizes", "DecomposeSingleRow", "UpdateInPlace"]
+ON_GPU = ["LaunchQuantizes", "FuseCasts", "RelayoutBytes", "FlagOverflowInPlace"]
+
+
+@pytest.mark.parametrize(
+    "target, recipe, joint_passes, split_passes",
+    [
+        ("cpu", "rowwise", [*REWRITE, "LowerQuantizes", "LowerScaledMmForCpu"], ON_CPU),
+        ("cuda:90", "tensorwise", [*REWRITE, "LowerQuantizes"], [*ON_GPU, "AddInGemm", "UpdateInPlace"]),
+        ("cuda:90", "rowwise", [*REWRITE, "PairQuantizes", "LowerQuantizes"], [*ON_GPU, "AddInGemm", "UpdateInPlace"]),
+        (
+            "cuda:100",
+            "tensorwise",
+            [*REWRITE, "LowerQuantizes", "AllowRecompute"],
+            ["DropRecomputeCopies", *ON_GPU, "AddInGemm", "UpdateInPlace"],
+        ),
+        ("hip:gfx942", "tensorwise", [*REWRITE, "LowerQuantizes"], [*ON_GPU, "UpdateInPlace"]),
+    ],
+)
+def test_which_passes_run_follows_from_target_and_recipe(
+    target: str, recipe: str, joint_passes: list[str], split_passes: list[str]
+) -> None:
+    rules = make(target, recipe=recipe)
+    last = [] if target == "cpu" else ["SumInQuantizes"]
+    assert [one.name for one in JointPipeline(rules, NoNames(), "").passes] == joint_passes
+    assert [one.name for one in SplitPipeline(rules, "").passes] == [*split_passes, *last]
+
+
+def test_with_a_loss_scale_gradients_are_seen_to_first_and_scaled_before_gemms_are_lowered() -> None:
+    one = JointPipeline(make(), NoNames(), "", scale_loss=ScaleLoss(NoNames()))
+    expected = ["UnscaleNonlinear", *REWRITE, "LowerQuantizes", "ScaleLoss", "LowerScaledMmForCpu"]
+    assert [one.name for one in one.passes] == expected
+
+
+def test_while_amaxes_are_recorded_nothing_is_rewritten() -> None:
+    record = RecordAmaxes(make(), NoNames(), pool=None, rule=UpdateRule())
+    for target in ("cpu", "cuda:100"):
+        one = JointPipeline(make(target), NoNames(), "", record=record, scale_loss=ScaleLoss(NoNames()))
+        assert [one.name for one in one.passes] == ["UnscaleNonlinear", "RecordAmaxes", "ScaleLoss"]
 
 
 def test_a_pass_that_finds_nothing_is_reported_as_such() -> None:
@@ -181,7 +226,7 @@ def fresh_hash() -> str:
     return pipeline.source_hash()
 
 
-SOURCES = ["fp8_compile/config.py", "fp8_compile/cli/machine.py", "passes/decide.py", "kernels/cpu/gemm.h"]
+SOURCES = ["fp8_compile/config.py", "fp8_compile/cli/machine.py", "passes/joint/decide.py", "kernels/cpu/gemm.h"]
 
 
 def test_the_id_covers_every_folder_that_is_installed() -> None:

@@ -31,10 +31,10 @@ SEEN_IN_THE_VALUE = ("out_dtype", "memory_format")  # arguments that the type on
 
 
 def render(graph: fx.Graph, only: Callable[[fx.Node], bool] | None = None) -> str:
-    """A line a node: ``mm: f32[8, 64] = mm(primals_2, primals_1.T)``; with ``only``, of those nodes.
+    """One line per node: ``mm: f32[8, 64] = mm(primals_2, primals_1.T)``; with ``only``, of those nodes.
 
     Nodes are called by their op and counted. A transpose is ``.T`` where it is used, one result of several is
-    ``quantize[0]``, an alias is what it stands for. A matrix that lies column by column is ``f32[32, 64]T``; any other
+    ``quantize[0]``, an alias is what it stands for. A matrix stored column by column is ``f32[32, 64]T``; any other
     layout that is not row-major has its strides in braces. Arguments that are None or False are left out.
     """
     seen: collections.Counter[str] = collections.Counter()

@@ -28,8 +28,9 @@ from fp8_compile.backend.graph import compile_graph, make_rules
 from fp8_compile.backend.module_names import ModuleNames
 from fp8_compile.kernels.gpu.cublaslt_mm import cublaslt_mm_op
 from fp8_compile.passes.graph.matmul import Matmul, OtherMatmul
+from fp8_compile.passes.graph.rules import Rules
 from fp8_compile.passes.graph_pass import GraphPass
-from fp8_compile.passes.joint.decide import Rules
+from fp8_compile.passes.invariants import check_graph
 from fp8_compile.passes.joint.find_matmuls import find_matmuls
 from fp8_compile.passes.pipeline import JointPipeline
 from fp8_compile.selection import Selection
@@ -64,7 +65,7 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """The two halves of a graph behind the partitioner, before Inductor's passes on each of them."""
+    """The two halves of a graph after the partitioner, before Inductor's passes on each of them."""
 
     forward: fx.Graph
     backward: fx.Graph
@@ -126,7 +127,7 @@ def split(model: nn.Module | Callable[..., Any], *args: Any, dynamic: bool = Fal
 
     compiled = torch.compile(model, backend=backend, dynamic=dynamic)
     for _ in range(2):
-        if len(halves) < 2:  # under delayed scaling a GPU's backward is compiled when it first runs, at the second pass
+        if len(halves) < 2:  # under delayed scaling a GPU's backward is compiled when it first runs, in the second step
             result = compiled(*args)
             result.backward(torch.randn_like(result))
     assert len(halves) == 2, f"expected a forward and a backward graph, got {len(halves)}"
@@ -149,10 +150,12 @@ def run_passes(joint: JointGraph, rules: Rules) -> list[Step]:
 
 
 def apply(one: GraphPass, graph: fx.Graph) -> int:
-    """One pass in place, with the cleaning that the pipeline does after it; how many places it changed."""
+    """Run one pass in place, with the cleaning and the checks that the pipeline does after it; return how many places
+    it changed."""
     report = one.run(graph)
     graph.eliminate_dead_code()
     graph.lint()
+    check_graph(graph, one.name, one.leaves_no)
     return report.changes
 
 

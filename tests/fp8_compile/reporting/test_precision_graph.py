@@ -20,6 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp8_compile.kernels.cpu.scaled_grouped_mm import scaled_grouped_mm_op
 from fp8_compile.kernels.quantize import quantize_op
+from fp8_compile.passes.graph.marks import KEY, Mark
 from fp8_compile.reporting.precision_graph import to_networkx, write_dot, write_graphml
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -47,13 +48,13 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def call(graph: fx.Graph, target: Callable[..., Any], *args: Any, val: Any = None, **notes: str) -> fx.Node:
+def call(graph: fx.Graph, target: Callable[..., Any], *args: Any, val: Any = None, **notes: Any) -> fx.Node:
     node = graph.call_function(target, args)
     node.meta = {**({} if val is None else {"val": val}), **notes}
     return node
 
 
-def given_input(graph: fx.Graph, name: str, val: Any = None, **notes: str) -> fx.Node:
+def given_input(graph: fx.Graph, name: str, val: Any = None, **notes: Any) -> fx.Node:
     node = graph.placeholder(name)
     node.meta = {**({} if val is None else {"val": val}), **notes}
     return node
@@ -64,7 +65,7 @@ def fp8_linear() -> fx.Graph:
     graph = fx.Graph()
     x = given_input(graph, "x", meta(16, 32), partitioner_tag="is_forward")
     w = given_input(graph, "w", meta(32, 64), partitioner_tag="is_forward")
-    notes = {"fp8_module": "blocks.0.up", "fp8_gemm": "output"}
+    notes = {KEY: Mark(module="blocks.0.up", gemm="output")}
     scale = meta(1, 1, dtype=torch.float32)
     pair = call(graph, quantize_op, x, E4M3, [-1, -1], val=(meta(16, 32, dtype=E4M3), scale), **notes)
     qx = call(graph, operator.getitem, pair, 0, val=meta(16, 32, dtype=E4M3))
@@ -92,7 +93,7 @@ def hostile_graph(names: tuple[str, ...] = HOSTILE) -> fx.Graph:
         node = graph.call_function(operator.neg, (node,))
         node.name = name
         node.target = name
-        node.meta = {"val": meta(2), "fp8_module": name, "fp8_gemm": name}
+        node.meta = {"val": meta(2), KEY: Mark(module=name, gemm=name)}
     graph.output(node)
     return graph
 
@@ -250,7 +251,7 @@ def test_module_gemm_and_phase_come_from_the_notes_of_the_passes() -> None:
     x = given_input(graph, "x", partitioner_tag="is_forward")
     g = given_input(graph, "g", partitioner_tag="is_backward")
     late = call(graph, aten.neg.default, x, partitioner_tag="must_be_in_backward")
-    gemm = call(graph, aten.mm.default, g, x, fp8_module="blocks.1.up", fp8_gemm="grad_weight")
+    gemm = call(graph, aten.mm.default, g, x, fp8=Mark(module="blocks.1.up", gemm="grad_weight"))
     early = call(graph, aten.neg.default, x)
     alone = call(graph, aten.scalar_tensor.default, 0)
     graph.output((late, gemm, early, alone))

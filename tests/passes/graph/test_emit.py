@@ -12,6 +12,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8_compile.passes.graph.emit import INHERITED, NEVER_SAVED, emit, getitem, inline
+from fp8_compile.passes.graph.marks import KEY, Kind, Mark, mark_of
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -41,16 +42,18 @@ def test_a_node_inherits_what_belongs_to_its_place_and_nothing_else() -> None:
     graph, x = graph_of(8, 32)
     mine = {key: f"the {key}" for key in INHERITED}
     x.meta.update(mine, partitioner_tag="is_backward", desc="an input", original_aten="mm")
+    matmul = {"site": "mm_1", "module": "up", "gemm": "grad_input"}
+    x.meta[KEY] = Mark(**matmul, kind=Kind.GEMM, saved=True)
     node = emit(graph, aten.sin.default, x, like=x)
-    assert {key: value for key, value in node.meta.items() if key != "val"} == mine
+    assert {key: value for key, value in node.meta.items() if key != "val"} == {**mine, KEY: Mark(**matmul)}
     assert {"nn_module_stack", "fwd_nn_module_stack", "seq_nr", "recompute", "ac_graph_id"} <= set(INHERITED)
 
 
 def test_tags_are_added_and_win_over_what_is_inherited() -> None:
     graph, x = graph_of(8, 32)
     x.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
-    node = emit(graph, aten.sin.default, x, like=x, tags={"fp8_kind": "test", **NEVER_SAVED})
-    assert (node.meta["recompute"], node.meta["fp8_kind"]) == (CheckpointPolicy.MUST_RECOMPUTE, "test")
+    node = emit(graph, aten.sin.default, x, like=x, mark=Mark(kind=Kind.CAST), tags=NEVER_SAVED)
+    assert (node.meta["recompute"], mark_of(node).kind) == (CheckpointPolicy.MUST_RECOMPUTE, Kind.CAST)
     assert x.meta["recompute"] is CheckpointPolicy.PREFER_RECOMPUTE
     assert NEVER_SAVED == {"recompute": CheckpointPolicy.MUST_RECOMPUTE}
 
@@ -84,7 +87,7 @@ def scaled(x: Tensor, factor: float, y: Tensor) -> tuple[Tensor, Tensor]:
 def test_inline_copies_the_operations_of_a_function_decomposed() -> None:
     graph, x = graph_of(8, 8, dtype=torch.float32)
     x.meta["seq_nr"] = 7
-    results = inline(graph, scaled, x, 3.0, x, like=x, tags={"fp8_kind": "test"})
+    results = inline(graph, scaled, x, 3.0, x, like=x, mark=Mark(kind=Kind.CAST))
     graph.output(list(results))
     graph.lint()
     assert render(graph).splitlines() == [
@@ -96,7 +99,7 @@ def test_inline_copies_the_operations_of_a_function_decomposed() -> None:
         "return clamp_max, mm",
     ]
     made = [node for node in graph.nodes if node.op == "call_function"]
-    assert {(node.meta["seq_nr"], node.meta["fp8_kind"]) for node in made} == {(7, "test")}
+    assert {(node.meta["seq_nr"], mark_of(node).kind) for node in made} == {(7, Kind.CAST)}
     data = torch.randn(8, 8)
     torch.testing.assert_close(run(graph, [data]), list(scaled(data, 3.0, data)))
 

@@ -1,4 +1,4 @@
-"""Gemms that read operands as they lie, where the GPU can; and what the other passes see of them."""
+"""Gemms that read operands as they are stored, where the GPU can; and what the other passes see of them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ from torch._functorch import config as functorch_config
 
 from fp8_compile.passes.graph.emit import value
 from fp8_compile.passes.graph.fp8_gemm import fp8_gemm
-from fp8_compile.passes.joint.allow_recompute import ForgetCopies
+from fp8_compile.passes.graph.marks import mark_of
 from fp8_compile.passes.split.add_in_gemm import AddInGemm
+from fp8_compile.passes.split.drop_recompute_copies import DropRecomputeCopies
 from fp8_compile.passes.split.relayout_bytes import RelayoutBytes
 
 BF16 = torch.bfloat16
@@ -43,7 +44,7 @@ class Mlp(nn.Module):
 
 
 class Transposed(nn.Module):
-    """A layer whose weight lies as [in, out], as those of GPT-2 do."""
+    """A layer whose weight is stored as [in, out], like those of GPT-2."""
 
     def __init__(self, activation: object = torch.neg) -> None:
         super().__init__()
@@ -65,7 +66,7 @@ def halves(width: int = 32, hidden: int = 64, tokens: int = 16, recipe: str = "d
 
 def finished(graph: fx.Graph) -> fx.Graph:
     done = copy_graph(graph)
-    for one in (ForgetCopies(), RelayoutBytes(), AddInGemm()):
+    for one in (DropRecomputeCopies(), RelayoutBytes(), AddInGemm()):
         apply(one, done)
     return done
 
@@ -98,7 +99,7 @@ def test_no_copy_is_made_in_either_half_and_gemms_are_known_by_their_matmuls(rec
         after = finished(graph)
         assert not {"relayout", "clone", "bitwise_or"} & ops(after).keys()
         found = [node for node in after.nodes if fp8_gemm(node)]
-        assert {node.meta["fp8_site"] for node in found} <= sites and len(found) == assert_gpu_accepts(after) > 0
+        assert {mark_of(node).site for node in found} <= sites and len(found) == assert_gpu_accepts(after) > 0
 
 
 def test_the_numbers_are_those_of_fp8_after_every_pass() -> None:

@@ -9,7 +9,8 @@ from joint_graph import JointGraph, joint_graph, make
 from torch import Tensor, nn
 
 from fp8_compile.passes.graph.matmul import GroupedMatmul, Matmul, OtherMatmul
-from fp8_compile.passes.joint.decide import Rewrite, Rules, Skip, decide
+from fp8_compile.passes.graph.rules import Rules
+from fp8_compile.passes.joint.decide import Rewrite, Skip, decide
 
 EXPERTS, K, N, TOKENS = 4, 32, 48, 24
 
@@ -50,7 +51,7 @@ def test_all_three_gemms_are_found_with_their_roles_and_linked(bf16: JointGraph,
         assert {gemm: (site.left.role, site.right.role) for gemm, site in sites.items()} == {
             "output": ("input", "weight"),
             "grad_input": ("grad_output", "weight"),
-            "grad_weight": ("grad_output", "input"),  # as the transposed weight lies
+            "grad_weight": ("grad_output", "input"),  # as the transposed weight is stored
         }
         assert {gemm: site.shape for gemm, site in sites.items()} == {
             "output": (EXPERTS, TOKENS, N, K),

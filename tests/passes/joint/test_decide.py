@@ -13,7 +13,8 @@ from fp8_compile.kernels.formats import E4M3, E4M3_FNUZ, E5M2, E5M2_FNUZ
 from fp8_compile.passes.graph.matmul import Matmul, Operand
 from fp8_compile.passes.graph.roles import Origin, Role
 from fp8_compile.passes.graph.row import Gemm
-from fp8_compile.passes.joint.decide import MOST_SLICES, OperandPlan, Rewrite, Rules, Skip, decide, token_dim
+from fp8_compile.passes.graph.rules import Rules
+from fp8_compile.passes.joint.decide import MOST_SLICES, OperandPlan, Rewrite, Skip, decide, token_dim
 
 INPUT, WEIGHT, GRAD_OUTPUT = Role.INPUT, Role.WEIGHT, Role.GRAD_OUTPUT
 CPU, H100 = make("cpu"), make("cuda:90")

@@ -29,7 +29,8 @@ from fp8_compile.passes.graph.slot import (
     buffer_name,
     state_of,
 )
-from fp8_compile.passes.joint.delay_scales import DelayScales, UpdateRule
+from fp8_compile.passes.graph.update_rule import UpdateRule
+from fp8_compile.passes.joint.delay_scales import DelayScales
 from fp8_compile.passes.joint.lower_quantizes import LowerQuantizes
 from fp8_compile.passes.joint.rewrite_matmuls import RewriteMatmuls
 from fp8_compile.passes.joint.share_quantizes import ShareQuantizes

@@ -12,6 +12,7 @@ from torch._subclasses import FakeTensorMode
 
 from fp8_compile.kernels.quantize import quantize_op
 from fp8_compile.passes.graph.emit import emit, getitem
+from fp8_compile.passes.graph.marks import mark_of, set_mark
 from fp8_compile.passes.joint.lower_quantizes import LowerQuantizes
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -22,7 +23,8 @@ def quantized(*shape: int, dtype: torch.dtype, to: torch.dtype, block: tuple[int
     """A graph that quantizes its input and returns the first ``results`` of values and scales."""
     graph = fx.Graph()
     x = graph.placeholder("x")
-    x.meta.update(val=FakeTensorMode().from_tensor(torch.empty(shape, dtype=dtype)), seq_nr=7, fp8_module="layer")
+    x.meta.update(val=FakeTensorMode().from_tensor(torch.empty(shape, dtype=dtype)), seq_nr=7)
+    set_mark(x, module="layer")
     node = emit(graph, quantize_op, x, to, list(block), like=x)
     graph.output([getitem(graph, node, index) for index in range(results)])
     return graph
@@ -99,7 +101,7 @@ def test_the_ops_belong_to_the_gemm_that_the_node_belonged_to() -> None:
     graph = quantized(8, 32, dtype=torch.float32, to=E4M3, block=(-1, -1))
     apply(LowerQuantizes(), graph)
     made = [node for node in graph.nodes if node.op == "call_function"]
-    assert {(node.meta["seq_nr"], node.meta["fp8_module"]) for node in made} == {(7, "layer")}
+    assert {(node.meta["seq_nr"], mark_of(node).module) for node in made} == {(7, "layer")}
 
 
 def test_a_graph_without_quantizes_is_left_alone() -> None:
@@ -108,7 +110,7 @@ def test_a_graph_without_quantizes_is_left_alone() -> None:
     assert LowerQuantizes().run(graph).changes == 0
 
 
-def test_scales_that_nobody_reads_are_not_computed() -> None:
+def test_scales_that_nothing_reads_are_not_computed() -> None:
     graph = quantized(8, 32, dtype=torch.float32, to=E4M3, block=(-1, -1), results=1)
     apply(LowerQuantizes(), graph)
     assert ops(graph) == {"abs": 1, "amax": 1, "clamp_min": 2, "reciprocal": 1, "mul": 2, "clamp_max": 1, "to": 1}

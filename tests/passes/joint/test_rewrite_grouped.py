@@ -16,9 +16,11 @@ from grouped import Experts, Layer, offsets_of
 from joint_graph import JointGraph, assert_gpu_accepts, joint_graph, make, random_inputs, run, run_passes
 from torch import Tensor, fx, nn
 
+from fp8_compile.passes.graph.marks import mark_of
+
 EXPERTS, K, N, TOKENS = 4, 32, 48, 24
 OFFSETS = offsets_of(7, 0, 16, 1)
-GROUPS = {"ragged": (7, 0, 16, 1), "all in one": (0, 24, 0, 0), "with a rest": (3, 4, 5, 6), "nobody": (0, 0, 0, 0)}
+GROUPS = {"ragged": (7, 0, 16, 1), "all in one": (0, 24, 0, 0), "with a rest": (3, 4, 5, 6), "no tokens": (0, 0, 0, 0)}
 
 
 @functools.cache  # passes work on copies
@@ -152,7 +154,7 @@ def test_only_what_the_switches_leave_is_rewritten_and_the_other_gradient_stays_
     graph = run_passes(joint_of(), make("cpu", quantize_weights=False))[1].graph
     left = [op_name(node) for node in graph.nodes if "grouped_mm" in op_name(node)]
     assert left == ["grouped_mm_fallback", "grouped_mm_fallback_backward", "scaled_grouped_mm"]
-    assert [node.meta["fp8_gemm"] for node in graph.nodes if op_name(node) == "scaled_grouped_mm"] == ["grad_weight"]
+    assert [mark_of(node).gemm for node in graph.nodes if op_name(node) == "scaled_grouped_mm"] == ["grad_weight"]
 
 
 class Chain(nn.Module):
@@ -169,7 +171,7 @@ class Chain(nn.Module):
 def test_a_layer_right_behind_another_reads_its_fp8_result() -> None:
     steps = run_passes(joint_graph(Chain(), torch.randn(8, 32, requires_grad=True), offsets_of(3, 5)), make("cpu"))
     assert steps[1].changes == 6
-    uses = [node.meta["fp8_use"] for node in steps[2].graph.nodes if op_name(node) == "quantize"]
+    uses = [mark_of(node).use for node in steps[2].graph.nodes if op_name(node) == "quantize"]
     assert len(uses) == 6 and {(use.product, use.ordinal, str(use.role)) for use in uses} == {
         (f"{name}.w", 0, role) for name in ("one", "two") for role in ("input", "weight", "grad_output")
     }
@@ -191,7 +193,7 @@ def test_a_gpu_gets_torchs_own_gemm_where_that_takes_the_operands(
     steps = run_passes(joint_of(torch.bfloat16, transposed=transposed), make(target, **options))
     graph = steps[-1].graph
     made = [node for node in graph.nodes if op_name(node) == "_scaled_grouped_mm"]
-    assert [node.meta["fp8_gemm"] for node in made] == gemms
+    assert [mark_of(node).gemm for node in made] == gemms
     assert assert_gpu_accepts(graph) == len(gemms)
     given = Given.of(graph, transposed=transposed)
     found, expected = numbers(graph, given), grouped.in_fp8(*given.operands, options["recipe"], E4M3)

@@ -103,7 +103,7 @@ def test_where_any_layout_is_read_the_bytes_that_forward_wrote_are_saved_and_no_
     assert not any(text.startswith("bf16") for text in saved_inputs(made)), "neither x nor a weight"
     large = [text for text in made.saved_activations if text.startswith(("e4m3", "bf16"))]
     assert sorted(large) == ["e4m3[128, 256]", "e4m3[16, 128]", "e4m3[16, 256]", "e4m3[256, 128]"]
-    # What an activation function needs itself is saved; the FP8 tensor behind it is made again.
+    # What an activation function needs itself is saved; the FP8 tensor after it is made again.
     gelu = split(Mlp(nn.functional.gelu), given(), target="cuda:100", recipe=recipe)
     activations = [text for text in gelu.saved_activations if "[16, " in text]
     assert sorted(activations) == ["bf16[16, 256]", "e4m3[16, 128]"]

@@ -10,7 +10,7 @@ from torch import fx, nn
 from fp8_compile.kernels.inductor.record_amax import record_amax_op
 from fp8_compile.kernels.overflow import largest_magnitude, raise_overflow, raise_overflow_op
 from fp8_compile.passes.graph.fp8_gemm import fp8_gemm
-from fp8_compile.passes.joint.scale_loss import OVERFLOW_KIND
+from fp8_compile.passes.graph.marks import Kind, mark_of
 from fp8_compile.passes.split.flag_overflow_in_place import FlagOverflowInPlace
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -70,7 +70,7 @@ def test_on_a_gpu_the_flag_is_raised_by_the_kernels_that_make_the_gradients() ->
     graph.lint()
     records = graph.find_nodes(op="call_function", target=record_amax_op)
     assert {node.args[1] for node in records} == set(results) and all(node.args[2] == 0 for node in records)
-    assert not [node for node in graph.nodes if node.meta.get("fp8_kind") == OVERFLOW_KIND]
+    assert not [node for node in graph.nodes if mark_of(node).kind is Kind.OVERFLOW]
     assert not graph.find_nodes(op="call_function", target=aten.copy_.default)
     assert flag not in graph.nodes
 

@@ -30,7 +30,7 @@ class Layers(nn.Module):
 
 
 def halves(target: str, cached: bool) -> tuple[fx.Graph, fx.Graph]:
-    """Forward and backward, before the passes on each. Code for a GPU is compiled at the second pass."""
+    """Forward and backward, before the passes on each. Code for a GPU is compiled in the second step."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = Layers()

@@ -98,7 +98,7 @@ def test_the_residual_and_the_sum_of_its_gradients_are_made_in_gemms(dtype: torc
         lambda y, x: y + x.transpose(0, 1).reshape(8, 2, 32).transpose(0, 1).cos(),  # computed for this addition alone
         lambda y, x: y.relu() + x,
     ],
-    ids=["a number", "a vector", "a multiple", "itself", "read twice", "FP32", "not in memory", "behind a relu"],
+    ids=["a number", "a vector", "a multiple", "itself", "read twice", "FP32", "not in memory", "after a relu"],
 )
 def test_other_additions_stay(after: Callable[[Tensor, Tensor], Tensor]) -> None:
     graph = halves(One(after)).forward

@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 import fp8_compile
-from fp8_compile.passes.split.decompose_single_row import OpenOneRow
+from fp8_compile.passes.split.decompose_single_row import DecomposeSingleRow
 
 aten = torch.ops.aten
 flash = aten._scaled_dot_product_flash_attention_for_cpu
@@ -23,9 +23,9 @@ BIASES = torch.randn(1, HEADS, 1, KEYS, generator=torch.Generator().manual_seed(
 
 
 def opened(function: Callable[..., Any], *inputs: Tensor) -> tuple[fx.GraphModule, int]:
-    """The graph of a function behind the pass, and how many places it changed."""
+    """The graph of a function after the pass, and how many places it changed."""
     made = make_fx(function, tracing_mode="fake")(*inputs)
-    changes = OpenOneRow().run(made.graph).changes
+    changes = DecomposeSingleRow().run(made.graph).changes
     made.graph.eliminate_dead_code()
     made.graph.lint()
     made.recompile()

@@ -8,7 +8,7 @@ from graph_text import ops
 from joint_graph import Split, apply, assert_same_results, copy_graph, random_inputs, split
 from torch import Tensor, nn
 
-from fp8_compile.passes.joint.lower_quantizes import CAST
+from fp8_compile.passes.graph.marks import Kind, marked, set_mark
 from fp8_compile.passes.split.fuse_casts import FuseCasts
 
 
@@ -37,7 +37,7 @@ def test_every_cast_becomes_one_op_with_the_same_bits(recipe: str) -> None:
         changes = apply(FuseCasts(), fused)
         total += changes
         assert ops(fused).get("cast_blocks", 0) == changes
-        assert not any(node.meta.get("fp8_kind") == CAST for node in fused.nodes if node.op == "call_function")
+        assert not any(marked(node, Kind.CAST) for node in fused.nodes)
         assert_same_results(graph, fused, random_inputs(graph))
     assert total >= 4
 
@@ -46,14 +46,14 @@ def test_a_delayed_cast_is_left() -> None:
     """It adds ``0 * x`` and records the amax of x beside it."""
     made = halves("tensorwise").forward
     for node in made.nodes:
-        if node.meta.get("fp8_kind") == CAST:
-            node.meta["fp8_delayed"] = True
+        if marked(node, Kind.CAST):
+            set_mark(node, delayed=0)
     assert apply(FuseCasts(), made) == 0
 
 
 def test_a_value_that_was_saved_in_the_middle_of_a_cast_stays_as_it_is() -> None:
     graph = copy_graph(halves("tensorwise").forward)
-    product = next(node for node in graph.nodes if node.meta.get("fp8_kind") == CAST and "mul" in node.name)
+    product = next(node for node in graph.nodes if marked(node, Kind.CAST) and "mul" in node.name)
     with graph.inserting_before(next(iter(graph.nodes))):
         saved = graph.placeholder("saved")
     saved.meta = dict(product.meta)

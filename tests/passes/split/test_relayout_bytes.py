@@ -11,7 +11,8 @@ from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
 
 from fp8_compile.passes.graph.emit import emit
-from fp8_compile.passes.split.relayout_bytes import RelayoutBytes, emit_relayout
+from fp8_compile.passes.graph.relayouts import emit_relayout
+from fp8_compile.passes.split.relayout_bytes import RelayoutBytes
 
 aten = torch.ops.aten
 E4M3 = torch.float8_e4m3fn
@@ -44,7 +45,8 @@ def after_split(graph: fx.Graph) -> tuple[fx.Graph, int]:
 def test_every_chain_becomes_one_op_with_the_same_bytes(width: int, hidden: int, tokens: int, dynamic: bool) -> None:
     made = halves(width, hidden, tokens, dynamic=dynamic)
     odd = width % 16 != 0
-    # Backward reads six operands along another direction than they lie in; odd sizes pad all operands of all gemms.
+    # Backward reads six operands along another direction than they are stored in; odd sizes pad all operands of all
+    # gemms.
     expected = {"forward": 4 if odd else 0, "backward": 8 if odd else 6}
     for name, graph in (("forward", made.forward), ("backward", made.backward)):
         after, changes = after_split(graph)

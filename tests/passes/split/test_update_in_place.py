@@ -19,7 +19,7 @@ from fp8_compile.backend.graph import compile_graph
 from fp8_compile.kernels.delayed_scaling import COUNTERS, next_scales_op, record_op, update_op
 from fp8_compile.kernels.gpu.update_scales import ALGORITHMS
 from fp8_compile.passes.graph.emit import emit, getitem
-from fp8_compile.passes.joint.lower_quantizes import SCALES
+from fp8_compile.passes.graph.marks import Kind, Mark
 from fp8_compile.passes.split.update_in_place import UpdateInPlace
 
 aten = torch.ops.aten
@@ -29,7 +29,7 @@ RULE = (448.0, "max", 1)
 
 def halves(model: nn.Module, target: str) -> Split:
     """Forward and backward as they come from the partitioner. Code for a GPU is compiled when it first runs, which is
-    when the histories are there: at the second pass."""
+    when the histories are there: in the second step."""
     found: list[fx.Graph] = []
 
     def inner(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
@@ -176,8 +176,8 @@ def on_a_gpu(rule: tuple[float, str, int] = RULE) -> fx.Graph:
     known = emit(graph, next_scales_op, *state, *rule, like=x)
     recorded = []
     for tensor in (x, y):
-        magnitude = emit(graph, aten.abs.default, tensor, like=x, tags={"fp8_kind": SCALES})
-        recorded.append(emit(graph, aten.amax.default, magnitude, [0, 1], True, like=x, tags={"fp8_kind": SCALES}))
+        magnitude = emit(graph, aten.abs.default, tensor, like=x, mark=Mark(kind=Kind.SCALES))
+        recorded.append(emit(graph, aten.amax.default, magnitude, [0, 1], True, like=x, mark=Mark(kind=Kind.SCALES)))
     scale = emit(graph, aten.select.int, known, 0, 0, like=x)
     new = emit(graph, update_op, *state, *rule, like=x)
     results = [getitem(graph, new, index) for index in range(3)]

@@ -1,0 +1,33 @@
+"""What decides about matmuls beside the matmul itself."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Callable
+
+import torch
+
+from fp8_compile.kernels.formats import Format
+
+from .roles import Role
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """What the config asks for and the target can do, as far as a matmul's decision needs it."""
+
+    recipe: str
+    target: str
+    forward: Format
+    backward: Format
+    excluded: Callable[[str, tuple[str, ...]], str | None]  # (module, its parameters) -> reason
+    min_dim: int = 16
+    unquantized: frozenset[Role] = frozenset()
+    recipe_supported: bool = True
+    alignment: int = 16
+    needs_k_contiguous: bool = True
+    reads_any_layout: bool = False
+    e5m2_by_e5m2: bool = False
+    stochastic: frozenset[Role] = frozenset()  # roles of tensors that are rounded at random
+    only_output: torch.dtype | None = None  # the one dtype that the recipe's gemm can write
+    grouped: bool = True  # there is an FP8 gemm of ragged groups
