@@ -279,6 +279,7 @@ update_in_place_op = define(
     f"update_scales_(Tensor(a!) amaxes, {_IN_PLACE}, Tensor(e!) known, {_RULE}) -> ()",
     update_in_place,
     lambda *arguments: None,
+    cpu="fp8_compile.kernels.cpu.update_scales:update_scales",
 )
 record_in_place_op = define(
     f"record_amaxes_(Tensor(a!) amaxes, {_RECORD}) -> ()", _record_in_place, lambda *arguments: None

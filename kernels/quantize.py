@@ -18,6 +18,7 @@ from typing import Sequence
 
 import torch
 
+from .define_op import define
 from .formats import format_of
 
 AMAX_FLOOR = 1e-12
@@ -98,8 +99,6 @@ def _fake(x: torch.Tensor, dtype: torch.dtype, block: list[int]) -> tuple[torch.
 
 
 # The op stands for one quantize in the graph until it is lowered: it can be shared, counted and read in a dump.
-_library = torch.library.Library("fp8_compile", "FRAGMENT")
-_library.define("quantize(Tensor x, ScalarType dtype, int[2] block) -> (Tensor q, Tensor dequant_scale)")
-_library.impl("quantize", _checked, "CompositeExplicitAutograd")
-torch.library.register_fake("fp8_compile::quantize", _fake, lib=_library)
-quantize_op = torch.ops.fp8_compile.quantize.default
+quantize_op = define(
+    "quantize(Tensor x, ScalarType dtype, int[2] block) -> (Tensor q, Tensor dequant_scale)", _checked, _fake
+)

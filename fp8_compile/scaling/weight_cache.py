@@ -37,8 +37,8 @@ from fp8_compile.kernels.cpu.fingerprint import Fingerprints
 from fp8_compile.kernels.cpu.quantize import quantize_delayed_op
 from fp8_compile.kernels.delayed_scaling import DEQUANT, QUANT, cast_delayed, first_scale
 from fp8_compile.kernels.formats import E4M3, E5M2
-from fp8_compile.kernels.inductor.record_amax import record_amax
 from fp8_compile.kernels.quantize import WHOLE, block_amax
+from fp8_compile.kernels.record_amax import record_amax
 from fp8_compile.passes.graph.slot import Place, Slot
 from fp8_compile.torch_internals.autograd import version
 from fp8_compile.torch_internals.graphs import is_fake, real_tensors

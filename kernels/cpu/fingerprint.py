@@ -14,8 +14,8 @@ from torch import Tensor
 from fp8_compile.kernels.fingerprint import fingerprint
 from fp8_compile.kernels.operands import check
 
+from .arguments import DTYPES
 from .library import library
-from .operation import DTYPES
 
 
 class Fingerprints:

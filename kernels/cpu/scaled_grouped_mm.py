@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from fp8_compile.kernels import scaled_grouped_mm as reference
+from fp8_compile.kernels.define_op import define, filled
 from fp8_compile.kernels.operands import ANY, FP32, INDICES, check, check_value
 
+from .arguments import DTYPES, FORMATS
 from .library import library
-from .operation import DTYPES, define
-from .scaled_mm import FORMATS
 
 ROWS, CONTRACTION = 0, 1  # scaled_mm.cpp: what the groups divide
 
@@ -43,8 +43,8 @@ def _check(
 
 def _new(
     left: Tensor, right: Tensor, offsets: Tensor, scale_left: Tensor, scale_right: Tensor, out_dtype: torch.dtype
-) -> tuple[Tensor]:
-    return (reference.new_result(left, right, offsets, out_dtype),)
+) -> Tensor:
+    return reference.new_result(left, right, offsets, out_dtype)
 
 
 def _scaled_grouped_mm(
@@ -82,7 +82,7 @@ def _stride(tensor: Tensor, dim: int) -> int:
 scaled_grouped_mm_op = define(
     "scaled_grouped_mm(Tensor left, Tensor right, Tensor offsets, Tensor scale_left, Tensor scale_right,"
     " ScalarType out_dtype) -> Tensor",
-    _check,
+    reference.scaled_grouped_mm,
     _new,
-    _scaled_grouped_mm,
+    cpu=filled(_check, _new, _scaled_grouped_mm),
 )

@@ -12,15 +12,12 @@ import torch
 from torch import Tensor
 
 from fp8_compile.kernels import scaled_mm as reference
-from fp8_compile.kernels.formats import E4M3, E5M2
+from fp8_compile.kernels.define_op import define, filled
 from fp8_compile.kernels.operands import ANY, FLOATS, FP32, check, check_value
 from fp8_compile.kernels.scaled_mm import TILE
 
+from .arguments import DTYPES, FORMATS, GEMM_LEAST_PARALLEL, threads_for
 from .library import library
-from .operation import DTYPES, define
-
-LEAST_PARALLEL = 1 << 20  # multiplications; one thread does as many in some 10 us
-FORMATS = {E4M3.dtype: 0, E5M2.dtype: 1}
 
 
 def _check(
@@ -45,8 +42,8 @@ def _check(
 
 def _new(
     left: Tensor, right: Tensor, scale_left: Tensor, scale_right: Tensor, bias: Tensor | None, out_dtype: torch.dtype
-) -> tuple[Tensor]:
-    return (left.new_empty((left.shape[0], right.shape[1]), dtype=out_dtype),)
+) -> Tensor:
+    return left.new_empty((left.shape[0], right.shape[1]), dtype=out_dtype)
 
 
 def _scaled_mm(
@@ -97,7 +94,7 @@ def _multiply(
         *(right.data_ptr(), right.stride(1), right.stride(0), FORMATS[right.dtype]),
         *(scale_right.data_ptr(), _stride(scale_right, 1), _stride(scale_right, 0), _lines(scale_right.shape[1], n)),
         *(None if bias is None else bias.data_ptr(), out.data_ptr(), DTYPES[out.dtype], out.stride(0), accumulate),
-        torch.get_num_threads() if m * n * k >= LEAST_PARALLEL else 1,
+        threads_for(m * n * k, GEMM_LEAST_PARALLEL),
     )
 
 
@@ -114,7 +111,7 @@ def _lines(scales: int, size: int) -> int:
 scaled_mm_op = define(
     "scaled_mm(Tensor left, Tensor right, Tensor scale_left, Tensor scale_right, Tensor? bias, ScalarType out_dtype)"
     " -> Tensor",
-    _check,
+    reference.scaled_mm,
     _new,
-    _scaled_mm,
+    cpu=filled(_check, _new, _scaled_mm),
 )

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fp8_compile.kernels.nvfp4 import ops
 from fp8_compile.kernels.nvfp4.weight import block_size_of
+from fp8_compile.kernels.operands import check_value
 
 from .nvfp4_matmul import nvfp4_matmul
 from .nvfp4_pack import nvfp4_pack
@@ -27,9 +28,10 @@ def product(
     global_scale: Tensor,
     bias: Tensor | None,
     activations: str | None,
-    layout: str,
+    layout: str = ops.STANDARD,
 ) -> Tensor:
     """x w^T + bias, [M, N] in x's dtype."""
+    check_value("nvfp4_mm", "layout", layout, ops.LAYOUTS)
     fits = all(size % MULTIPLE == 0 for size in codes.shape) and x.dtype in (torch.bfloat16, torch.float16)
     if layout == ops.SWIZZLED and activations == "nvfp4" and fits:
         return fp4_by_fp4(x, codes, block_scales, global_scale, bias)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from fp8_compile.kernels.inductor.record_amax import record_amax_op
 from fp8_compile.kernels.overflow import raise_overflow_op
+from fp8_compile.kernels.record_amax import record_amax_op
+from fp8_compile.torch_internals import patches
 
 from ..graph.emit import emit
 from ..graph_pass import GraphPass, PassReport
@@ -23,6 +24,8 @@ class FlagOverflowInPlace(GraphPass):
     """
 
     def run(self, graph: fx.Graph) -> PassReport:
+        if not patches.active("atomic_max"):  # the reductions stay
+            return PassReport(0, "overflow flags raised in place")
         nodes = graph.find_nodes(op="call_function", target=raise_overflow_op)
         for node in nodes:
             overflow, magnitudes = node.args

@@ -10,7 +10,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fp8_compile.kernels.inductor.relayout import relayout, relayout_op
+from fp8_compile.kernels.relayout import relayout, relayout_op
 from fp8_compile.torch_internals.inductor import unroll_threshold
 
 from ..graph.emit import NEVER_SAVED, emit, inline, value

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from fp8_compile.kernels.cpu import update_scales as _registered  # noqa: F401  for CPUs
 from fp8_compile.kernels.delayed_scaling import (
     accumulate_in_place_op,
     accumulate_op,
@@ -15,7 +14,8 @@ from fp8_compile.kernels.delayed_scaling import (
     update_in_place_op,
     update_op,
 )
-from fp8_compile.kernels.inductor.record_amax import record_amax_op
+from fp8_compile.kernels.record_amax import record_amax_op
+from fp8_compile.torch_internals import patches
 
 from ..graph.emit import call_triton, emit, first_call, value
 from ..graph_pass import GraphPass, PassReport
@@ -100,6 +100,8 @@ class _OnGpu:
     @staticmethod
     def record(graph: fx.Graph, node: fx.Node) -> None:
         amaxes, recorded, rows, _ = node.args
+        in_kernels = patches.active("atomic_max")
         for amax, row in zip(recorded, rows):  # type: ignore[arg-type]
-            with graph.inserting_before(amax):
-                emit(graph, record_amax_op, amaxes, source_of_scale(amax), row, like=amax)
+            # Without atomic stores the amax is reduced as it stands in the graph, and only the result is recorded.
+            with graph.inserting_before(amax if in_kernels else node):
+                emit(graph, record_amax_op, amaxes, source_of_scale(amax) if in_kernels else amax, row, like=amax)

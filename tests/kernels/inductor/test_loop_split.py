@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import pytest
-from torch._inductor.codegen.cpp import CppScheduling
-
-from fp8_compile.kernels.cpu import quantize  # noqa: F401  importing the ops installs it
 from fp8_compile.kernels.inductor import loop_split
+from fp8_compile.torch_internals import patches
 
 
 def node(*shape: int) -> SimpleNamespace:
@@ -16,23 +13,19 @@ def node(*shape: int) -> SimpleNamespace:
     return SimpleNamespace(node=SimpleNamespace(data=None, get_default_sizes_body=lambda: body))
 
 
-@pytest.fixture
-def split(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """The nodes that reach Inductor's own function."""
-    seen: list[object] = []
-    monkeypatch.setattr(loop_split, "_split", lambda self, nodes: seen.extend(nodes) or ["split"])
-    return seen
+def split(self: None, nodes: list[SimpleNamespace]) -> list[str]:
+    """Stands for Inductor's own function."""
+    return [f"split {len(nodes)}"]
 
 
-def test_it_is_installed_with_the_cpu_kernels() -> None:
-    assert CppScheduling.try_loop_split is loop_split.try_loop_split
+def test_it_is_applied() -> None:
+    assert patches.active("loop_split")
 
 
-def test_loops_over_equal_shapes_are_split_by_inductor(split: list[object]) -> None:
-    nodes = [node(512, 1024), node(512, 1024)]
-    assert loop_split.try_loop_split(None, nodes) == ["split"] and split == nodes
+def test_loops_over_equal_shapes_are_split_by_inductor() -> None:
+    assert loop_split.try_loop_split(None, split, [node(512, 1024), node(512, 1024)]) == ["split 2"]
 
 
-def test_loops_over_different_shapes_stay_as_they_are(split: list[object]) -> None:
+def test_loops_over_different_shapes_stay_as_they_are() -> None:
     nodes = [node(512, 1024), node(1024, 512)]
-    assert loop_split.try_loop_split(None, nodes) is nodes and not split
+    assert loop_split.try_loop_split(None, split, nodes) is nodes
