@@ -85,6 +85,18 @@ TABLE: dict[str, Patch] = {
         until="the estimate leaves out V.graph.removed_buffers",
         without="a step may hold more memory than it needs",
     ),
+    "min_max": Patch(
+        functions={
+            "torch._inductor.codegen.triton.TritonOverrides.minimum": ("(a, b)",),
+            "torch._inductor.codegen.triton.TritonOverrides.maximum": ("(a, b)",),
+        },
+        releases=TORCH,
+        symptom="From 2.14 on Inductor clamps by min.NaN and max.NaN. Beside stores of single bytes, as of FP8, Triton "
+        "miscompiles them, seen as rare NaNs.",
+        link="https://github.com/triton-lang/triton/issues/11111; the same cure: https://github.com/pytorch/ao/pull/4657",
+        until="that issue is closed in every supported Triton",
+        without="as Inductor has it: with torch 2.14 and newer, FP8 tensors on a GPU may get NaNs now and then",
+    ),
     "loop_split": Patch(
         functions={"torch._inductor.codegen.cpp.CppScheduling.try_loop_split": ("(self, nodes)",)},
         releases=TORCH,
@@ -158,7 +170,8 @@ def without(name: str) -> Iterator[None]:
 
 
 def extends(name: str, *functions: str) -> Callable[[Function], Function]:
-    """Replace methods of a row by a function that gets the original as its second argument, after ``self``.
+    """Replace methods of a row by a function that gets the original as its second argument, after ``self``; that of a
+    static method gets it first.
 
     While the row is left out, the original is called. Functions of the row that are not replaced yet keep the row from
     being active.
@@ -169,21 +182,25 @@ def extends(name: str, *functions: str) -> Callable[[Function], Function]:
             assert full_name in TABLE[name].functions, f"{full_name} is not in the row {name!r}"
             if fits(name):
                 owner, attribute = _place(full_name)
-                setattr(owner, attribute, _replacement(name, getattr(owner, attribute), function))
+                static = isinstance(inspect.getattr_static(owner, attribute), staticmethod)
+                made = _replacement(name, getattr(owner, attribute), function, static)
+                setattr(owner, attribute, staticmethod(made) if static else made)
                 _extended.add((name, full_name))
         return function
 
     return decorate
 
 
-def _replacement(name: str, original: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+def _replacement(
+    name: str, original: Callable[..., Any], function: Callable[..., Any], static: bool = False
+) -> Callable[..., Any]:
     @functools.wraps(original)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def replaced(*args: Any, **kwargs: Any) -> Any:
         if why_not(name) is not None:
-            return original(self, *args, **kwargs)
-        return function(self, original, *args, **kwargs)
+            return original(*args, **kwargs)
+        return function(original, *args, **kwargs) if static else function(args[0], original, *args[1:], **kwargs)
 
-    return method
+    return replaced
 
 
 @functools.cache

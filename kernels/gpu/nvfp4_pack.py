@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .nvfp4_scales import padded_shape
-from .tile import magnitude_bits
+from .tile import clamped, magnitude_bits
 
 SIZE = 16
 SMALLEST = 2.0**-9
@@ -57,7 +57,7 @@ def nvfp4_pack_kernel(
     # Every division as IEEE rounds it: plain ``/`` on FP32 is off by two units in the last place on NVIDIA.
     amax = tl.max(magnitude_bits(x), axis=1).to(tl.float32, bitcast=True)
     scale = tl.div_rn(tl.div_rn(amax, tl.full([BLOCK], 6.0, tl.float32)), tl.broadcast_to(global_scale, [BLOCK]))
-    scale = tl.clamp(scale, SMALLEST, 448.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
+    scale = clamped(scale, SMALLEST, 448.0).to(tl.float8e4nv)
     at = block
     if SWIZZLED:
         row, column = block // per_row, block % per_row

@@ -3,13 +3,24 @@
 Importing this package teaches it: whoever puts our operations into a graph for Inductor imports it first.
 """
 
-from . import cast_blocks, cublaslt_mm, loop_split, materialize, peak_estimate, record_amax, relayout, sum_tiles
+from . import (
+    cast_blocks,
+    cublaslt_mm,
+    loop_split,
+    materialize,
+    min_max,
+    peak_estimate,
+    record_amax,
+    relayout,
+    sum_tiles,
+)
 
 __all__ = [
     "cast_blocks",
     "cublaslt_mm",
     "loop_split",
     "materialize",
+    "min_max",
     "peak_estimate",
     "record_amax",
     "relayout",

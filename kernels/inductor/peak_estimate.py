@@ -14,10 +14,12 @@ from torch._inductor.virtualized import V
 
 from fp8_compile.torch_internals import patches
 
+from .our_graphs import is_ours
+
 
 @patches.extends("peak_estimate", "torch._inductor.codegen.wrapper.EfficientPeakEstimate.__init__")
 def _without_removed(self: Any, original: Any) -> None:
-    if any(getattr(node.target, "namespace", None) == "fp8_compile" for node in V.graph.graph.nodes):
+    if is_ours(V.graph.graph):
         buffers: dict[str, Any] = V.graph.scheduler.name_to_buf
         for name in V.graph.removed_buffers & buffers.keys():
             planned = buffers[name].mpi_buffer
