@@ -187,8 +187,8 @@ def patched() -> list[Check]:
     checks = []
     for name, patch in patches.TABLE.items():
         reason = patches.why_not(name)
-        found = ("note", f"left out: {reason}", patch.without) if reason else ("ok", "active", "")
-        checks.append(Check(f"patch {name}", *found))
+        left_out = Check(f"patch {name}", "note", f"left out: {reason}", patch.without)
+        checks.append(left_out if reason else Check(f"patch {name}", "ok", "active"))
     return checks
 
 

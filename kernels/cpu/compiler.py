@@ -101,9 +101,9 @@ def run_compiler(commands: list[list[str]]) -> None:
     for code in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
         if any(process.returncode and os.strerror(code) in error for process, error in zip(running, errors)):
             raise OSError(code, os.strerror(code))
-    for command, process, error in zip(commands, running, errors):
+    for command, process, complaint in zip(commands, running, errors):
         if process.returncode:
-            raise CompilationError(_failed(command, error.strip()))
+            raise CompilationError(_failed(command, complaint.strip()))
 
 
 def _failed(command: list[str], error: str) -> str:

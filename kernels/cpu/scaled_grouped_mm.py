@@ -56,7 +56,8 @@ def _scaled_grouped_mm(
     out_dtype: torch.dtype,
     out: Tensor,
 ) -> None:
-    if library() is None:
+    kernels = library()
+    if kernels is None:
         out.copy_(reference.scaled_grouped_mm(left, right, offsets, scale_left, scale_right, out_dtype))
         return
     along = ROWS if right.dim() == 3 else CONTRACTION
@@ -64,7 +65,7 @@ def _scaled_grouped_mm(
     ends = torch.tensor([end for _, end in reference.bounds(offsets, tokens=tokens)], dtype=torch.int64)
     if along == ROWS:
         out[ends[-1] if len(ends) else 0 :].zero_()
-    library().fp8_scaled_grouped_mm(  # type: ignore[union-attr]
+    kernels.fp8_scaled_grouped_mm(
         *(along, len(ends), ends.data_ptr(), left.shape[0], right.shape[-1], left.shape[1]),
         *(left.data_ptr(), *left.stride(), FORMATS[left.dtype]),
         *(scale_left.data_ptr(), _stride(scale_left, 0)),

@@ -14,7 +14,7 @@ from torch import Tensor
 from fp8_compile.kernels import scaled_mm as reference
 from fp8_compile.kernels.define_op import define, filled
 from fp8_compile.kernels.operands import ANY, FLOATS, FP32, check, check_value
-from fp8_compile.kernels.scaled_mm import TILE
+from fp8_compile.kernels.scaled_mm import SCALE_TILE
 
 from .arguments import DTYPES, FORMATS, GEMM_LEAST_PARALLEL, threads_for
 from .library import library
@@ -32,9 +32,9 @@ def _check(
     check(op, "left", left, FORMATS, (ANY, ANY))
     m, k = left.shape
     check(op, "right", right, FORMATS, (k, ANY))
-    n, blocks = right.shape[1], -(-k // TILE)
-    check(op, "scale_left", scale_left, FP32, (1, 1), (m, 1), (m, blocks), (-(-m // TILE), blocks))
-    check(op, "scale_right", scale_right, FP32, (1, 1), (1, n), (blocks, n), (blocks, -(-n // TILE)))
+    n, blocks = right.shape[1], -(-k // SCALE_TILE)
+    check(op, "scale_left", scale_left, FP32, (1, 1), (m, 1), (m, blocks), (-(-m // SCALE_TILE), blocks))
+    check(op, "scale_right", scale_right, FP32, (1, 1), (1, n), (blocks, n), (blocks, -(-n // SCALE_TILE)))
     if bias is not None:
         check(op, "bias", bias, FLOATS, (n,))
     check_value(op, "out_dtype", out_dtype, DTYPES)
@@ -85,10 +85,12 @@ def _multiply(
     *,
     accumulate: bool,
 ) -> None:
+    kernels = library()
+    assert kernels is not None
     (m, k), n = left.shape, right.shape[1]
     if bias is not None:
         bias = bias.to(torch.float32).contiguous()
-    library().fp8_scaled_mm(  # type: ignore[union-attr]
+    kernels.fp8_scaled_mm(
         *(m, n, k, left.data_ptr(), *left.stride(), FORMATS[left.dtype]),
         *(scale_left.data_ptr(), _stride(scale_left, 0), _stride(scale_left, 1), _lines(scale_left.shape[0], m)),
         *(right.data_ptr(), right.stride(1), right.stride(0), FORMATS[right.dtype]),
@@ -105,7 +107,7 @@ def _stride(scale: Tensor, dim: int) -> int:
 
 def _lines(scales: int, size: int) -> int:
     """How many rows or columns share a scale."""
-    return 1 if scales in (1, size) else TILE
+    return 1 if scales in (1, size) else SCALE_TILE
 
 
 scaled_mm_op = define(

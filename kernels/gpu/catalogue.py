@@ -64,7 +64,7 @@ def _quantize_many(both: bool = True, check: bool = False) -> Entry:
     return Entry(kernel, types | {"matrices": "i32"}, constants, quantize_many.NUM_WARPS, numbers=1)
 
 
-def _quantize_blocks(square: bool, **along: bool) -> Entry:
+def _quantize_blocks(square: bool, **along: Any) -> Entry:
     types = {"x_ptr": "*bf16", "q_ptr": "*fp8", "q_t_ptr": "*fp8", "dequant_ptr": "*fp32", "dequant_t_ptr": "*fp32"}
     constants = {**quantize_blocks.launch_constants(torch.float8_e4m3fn, square, **along), **CONTIGUOUS}
     return Entry(quantize_blocks.quantize_blocks_kernel, types | PADDED, constants, quantize_blocks.NUM_WARPS)

@@ -184,7 +184,8 @@ def update_scales(
 ) -> Tensor:
     """The update above, in place; ``known`` is returned."""
     known = torch.empty_like(scales)
-    grid, arguments = launch_arguments(*history.shape, largest, algorithm, interval)
+    slots, length = history.shape
+    grid, arguments = launch_arguments(slots, length, largest, algorithm, interval)
     update_scales_kernel[grid](amaxes, history, scales, counts, known, **arguments, num_warps=NUM_WARPS)
     return known
 

@@ -29,7 +29,7 @@ def _lowering(q: Any, transposed: bool, row_multiple: int, col_multiple: int, se
     if row_multiple > 1 or col_multiple > 1:
         rows, cols = moved.get_size()[-2:]
         moved = constant_pad_nd(moved, [0, -cols % col_multiple, 0, -rows % row_multiple], 0)
-    copy = ExternKernel.require_contiguous(clone(moved))
+    copy: Any = ExternKernel.require_contiguous(clone(moved))
     if separate:
         V.graph.no_fuse_buffer_names.add(copy.get_name())
     return to_dtype_bitcast(copy, q.get_dtype())

@@ -19,7 +19,7 @@ from .curvature import inverse_factor
 from .feedback import TO_ZERO, round_blocks
 from .scale_paths import best_scales
 
-BLOCKS = 4  # in a window
+WINDOW = 4  # blocks
 PATHS = 2  # ways to choose its scales; more gained nothing
 MARGIN = 1e-5  # of a window's error, that a change has to win: more than FP32 may be wrong by
 
@@ -40,7 +40,7 @@ def refine(
     generator = torch.Generator().manual_seed(0)
     descent.search(steps)
     for _ in range(passes):
-        for window in torch.randperm(len(scales), generator=generator).split(BLOCKS):
+        for window in torch.randperm(len(scales), generator=generator).split(WINDOW):
             descent.solve(window.sort().values.to(weights.device), candidates)
         descent.search(steps)
     return descent.values / descent.scales.repeat_interleave(descent.size, 0), descent.scales
