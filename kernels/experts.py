@@ -9,7 +9,7 @@ last end are zeros); "gathered", ``which`` int [M] is the expert of each row. De
 gives those matrices alone, [*which.shape, N, K].
 
 codes: NVFP4 uint8 [E, N, K'/2], FP8 e4m3 [E, N, K]; block_scales: e4m3 [E, N, K'/16]; global_scale: fp32 [E]; scales:
-fp32 [E, N]. ``passes/multiply_experts.py`` makes products of what modules write as dequantize and multiply.
+fp32 [E, N]. ``passes/joint/multiply_experts.py`` makes products of what modules write as dequantize and multiply.
 """
 
 from __future__ import annotations

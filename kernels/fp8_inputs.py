@@ -1,4 +1,4 @@
-"""Inputs of products with FP8 weights, in FP8 too: E4M3, by a scale that is known or by one a row.
+"""Inputs of products with FP8 weights, in FP8 too: E4M3, by a scale that is known or by one scale per row.
 
     known:    q = e4m3(clamp(x * (1 / scale), -448, 448) + 0 * x)        scale: amax of a calibration / 448
     None:     q, scale[m] = quantize(x) row by row                       kernels/quantize.py

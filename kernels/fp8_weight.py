@@ -1,4 +1,4 @@
-"""Weights in FP8: E4M3, one scale a row.
+"""Weights in FP8: E4M3, one scale per row.
 
     scale = amax(row) / 448, 1 for a row of zeros;   q = e4m3(w / scale);   y = (x q^T) * scale + bias
 

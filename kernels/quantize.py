@@ -1,4 +1,4 @@
-"""Quantize a matrix to FP8 with one scale a block.
+"""Quantize a matrix to FP8 with one scale per block.
 
     amax[i, j]          = max |x| over block (i, j), floored at 1e-12
     quant_scale[i, j]   = F / amax[i, j]                        F: the largest value of the format
@@ -80,7 +80,7 @@ def spread(scale: torch.Tensor, shape: torch.Size, block: Block) -> torch.Tensor
 
 
 def is_tiled(block: Block) -> bool:
-    """Whether blocks are smaller than a row or a column."""
+    """True if blocks are smaller than a row or a column."""
     return WHOLE not in block
 
 

@@ -7,8 +7,8 @@ x: [R, C] fp32/bf16/fp16 -> q, q_t fp8 row-major, dequant scales fp32. ``block``
 (1, 128) or (128, 128). R' is the next multiple of ``multiple``; what is beyond R is zero. ``via``: x is rounded to that
 dtype first, as autocast does before a matmul.
 
-Scales lie as cuBLAS reads them: those of rows in a line, those of 1x128 blocks with the row as the fastest dimension,
-those of 128x128 blocks along the contraction, in lines of a multiple of 4.
+Scales are stored as cuBLAS reads them: those of rows in a line, those of 1x128 blocks with the row as the fastest
+dimension, those of 128x128 blocks along the contraction, in lines of a multiple of 4.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def epilogue(
 
 
 def has_tiles(m: int, n: int, scale_left: torch.Tensor, scale_right: torch.Tensor) -> bool:
-    """Whether some scale belongs to a 1x128 or 128x128 tile rather than to a whole tensor, row or column."""
+    """True if some scale belongs to a 1x128 or 128x128 tile rather than to a whole tensor, row or column."""
     along_k = not (_same(scale_left.shape[1], 1) and _same(scale_right.shape[0], 1))
     lines = all(
         _same(size, 1) or _same(size, whole) for size, whole in ((scale_left.shape[0], m), (scale_right.shape[1], n))

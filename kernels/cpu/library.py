@@ -48,7 +48,7 @@ class Library(ctypes.CDLL):
 
 @functools.cache
 def library() -> Library | None:
-    """The kernels for this CPU, or None, with a warning once, where there is no compiler that works."""
+    """The kernels for this CPU, or None, with one warning, if no compiler works."""
     try:
         compiler = cpp_compiler()
     except NoCompiler:

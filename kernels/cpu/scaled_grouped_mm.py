@@ -3,8 +3,8 @@
     y = scaled_grouped_mm(left, right, offsets, scale_left, scale_right, out_dtype)
 
 ``kernels/scaled_grouped_mm.py`` has the formulas and shapes. Operands are E4M3 or E5M2 each, of any strides. A group is
-one gemm, on parts of the operands as they lie: sizes that change from step to step change no shape, and nothing is
-compiled again.
+one gemm, on parts of the operands as they are stored: sizes that change from step to step change no shape, and nothing
+is compiled again.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 activations=None, "int8"      x as it is, or rounded first: weight-only kernel           nvfp4_matmul.py
 activations="nvfp4"           sm_100 and newer: FP4 by FP4 on the tensor cores, scales swizzled, the two global scales
-                              multiplied afterwards; elsewhere, and where N is no multiple of 16 or K none of 32, x is
-                              rounded to NVFP4 and the weight-only kernel runs
+                              multiplied afterwards; elsewhere, and where N is not a multiple of 16 or K not one of 32,
+                              x is rounded to NVFP4 and the weight-only kernel runs
 """
 
 from __future__ import annotations

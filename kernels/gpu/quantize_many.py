@@ -85,10 +85,10 @@ def quantize_many_kernel(
     amax, fingerprints, rows, cols. ``*_like_ptr`` are there for their types."""
     program = tl.program_id(0).to(tl.int64)
     low, high = tl.zeros([], tl.int32), matrices + tl.zeros([], tl.int32)
-    for _ in tl.static_range(STEPS):  # the matrix whose first tile is the last one not behind this program
+    for _ in tl.static_range(STEPS):  # the matrix whose first tile is the last one not after this program
         middle = (low + high) // 2
-        behind = tl.load(first_tile_ptr + middle) > program
-        low, high = tl.where(behind, low, middle), tl.where(behind, middle, high)
+        after = tl.load(first_tile_ptr + middle) > program
+        low, high = tl.where(after, low, middle), tl.where(after, middle, high)
     row = table_ptr + low.to(tl.int64) * 8
     x_ptr = tl.load(row).to(x_like_ptr.dtype)
     q_bytes = tl.load(row + 1).to(tl.pointer_type(tl.uint8))
@@ -147,7 +147,7 @@ class QuantizeMany:
         self.addresses = addresses(matrices)
 
     def __call__(self, *, check: bool = False, record: bool = True) -> None:
-        """``check``: quantize only the matrices whose fingerprint is not the one that the last launch left behind.
+        """``check``: quantize only the matrices whose fingerprint is not the one that the last launch stored.
         ``record``: the amaxes of what is quantized."""
         for launch in self.launches:
             launch(check, record)

@@ -4,8 +4,9 @@
     nvfp4_round_activations(x, activations)                                            -> x as the product will see it
     nvfp4_mm(x, codes, block_scales, global_scale, bias, activations, layout)          -> x w^T + bias, [M, N]
 
-A packed layer does ``linear(nvfp4_round_activations(x), nvfp4_dequantize(...))``; ``passes/multiply_packed.py`` makes
-one ``nvfp4_mm`` of it. They are opaque to Inductor, so that no pass folds the weight back to what it was packed from.
+A packed layer does ``linear(nvfp4_round_activations(x), nvfp4_dequantize(...))``; ``passes/joint/multiply_packed.py``
+makes one ``nvfp4_mm`` of it. They are opaque to Inductor, so that no pass folds the weight back to what it was packed
+from.
 
 layout: "standard", as in checkpoints; "interleaved", as the CPU's kernels read (``kernels/cpu/nvfp4.py``); "swizzled",
 block scales as the tensor cores of sm_100 read (``kernels/gpu/nvfp4_scales.py``).

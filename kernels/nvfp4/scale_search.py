@@ -30,7 +30,7 @@ def squared_error(error: Tensor) -> Tensor:
 def best_scales(
     x: Tensor, start: Tensor, objective: Objective = squared_error, least: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """x: FP32 [B, n], a block a column; start: e4m3 [n], tried first and kept in a tie -> e4m3 [n], its objective
+    """x: FP32 [B, n], one block per column; start: e4m3 [n], tried first and kept in a tie -> e4m3 [n], its objective
     [n]."""
     first = start.view(torch.uint8).to(torch.int32)
     scratch = torch.empty_like(x), torch.empty_like(x)

@@ -3,7 +3,7 @@
     sweep           s = argmin over all E4M3 numbers of  sum((s * e2m1(x / s) - x)**2)
     four_over_six   the same of two: the largest element is 6 times the scale, or 4 times
 
-Four over six (Cook et al., 2025): between 4 and 6 E2M1 has nothing, so that a block whose large elements lie close
+Four over six (Cook et al., 2025): between 4 and 6 E2M1 has nothing, so that a block whose large elements are close
 together is better off with 4 as its largest value.
 """
 
