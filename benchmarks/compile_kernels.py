@@ -12,6 +12,7 @@ import ast
 import dataclasses
 import importlib.util
 import pathlib
+import re
 import tempfile
 from typing import Any, Iterator
 from unittest import mock
@@ -34,6 +35,7 @@ class CompiledKernel:
     registers: int  # a thread
     spills: int  # loads and stores of spilled registers in the code
     cubin_bytes: int
+    nan_clamps: int  # min.NaN and max.NaN, which make Triton miscompile stores of bytes (triton#11111)
 
 
 def compile_kernels(source: str, *, every_config: bool = True) -> Iterator[CompiledKernel]:
@@ -76,4 +78,5 @@ def _compile(name: str, kernel: CachingAutotuner, config: triton.Config) -> Comp
     target = GPUTarget(meta["device_type"], meta["cc"], kernel.device_props.warp_size_or_default)
     compiled = triton.compile(source, target=target, options=kernel._create_compile_options(config, meta))
     facts = facts_of(compiled)
-    return CompiledKernel(name, str(config), facts.registers, facts.spills, len(compiled.asm["cubin"]))
+    nan_clamps = len(re.findall(r"\b(?:min|max)\S*\.NaN", compiled.asm["ptx"]))
+    return CompiledKernel(name, str(config), facts.registers, facts.spills, len(compiled.asm["cubin"]), nan_clamps)

@@ -1,6 +1,6 @@
 """What each GPU kernel costs on each target, read from its code; no GPU is needed.
 
-    python benchmarks/gpu_kernels.py [--target cuda:90 ...] [--kernel quantize_transpose ...] [--json]
+    python benchmarks/gpu_kernels.py [--target cuda:90 ...] [--kernel quantize_many ...] [--json]
 """
 
 from __future__ import annotations

@@ -1,25 +1,25 @@
 """Delayed scaling: a tensor is quantized with a scale that was known before the tensor was.
 
     q          = fp8(clamp(x * quant_scale, -F, F) + 0 * x)      F: the largest value of the format
-    amax       = max |x|                                         recorded for the passes to come
+    amax       = max |x|                                         recorded for the runs to come
 
 ``0 * x`` makes Inf a NaN: the saturating cast alone would turn it into F and hide an overflow from a loss scaler.
 
-After each pass over the graph, for all slots at once (a slot is one tensor's place in the state):
+After each run of the graph, for all slots at once (a slot is one tensor's place in the state):
 
     saturated   : amax * quant_scale > F, by more than rounding takes back       counted
     room        = sum of ceil(log2(amax * quant_scale / F)) over slots that were saturated and have not been part of
-                  two passes since, limited by the format
+                  two runs since, limited by the format
     amax enters the history in place of the oldest one           if it is finite
     m           = max(history)                                   or the newest, or the 99th percentile
-    quant_scale = F / (m * 2**(margin + room)), capped to be finite      if m > 0 and this is an ``interval``-th pass
+    quant_scale = F / (m * 2**(margin + room)), capped to be finite      if m > 0 and this is an ``interval``-th run
     dequant_scale = 1 / quant_scale
 
 What a saturated tensor lost is missing in the amaxes of all tensors computed from it. ``room`` makes up for that: it
 widens the scales of every slot until all of them, in whichever graph, have been quantized once more after the tensor
 itself. So a jump which runs through many layers is over after one step.
 
-State of C slots: amaxes [C] fp32, -1 where the slot was not part of the pass; history [C, L] fp32, a ring; scales
+State of C slots: amaxes [C] fp32, -1 where the slot was not part of the run; history [C, L] fp32, a ring; scales
 [2, C] fp32, (quant, dequant); counts [10, C] int32, see ``PASSES`` and the names after it.
 
 A quant_scale of 0 says that no amax has entered yet: such a tensor is quantized with its own amax. So is every tensor
@@ -38,9 +38,9 @@ from .define_op import define
 from .formats import BY_DTYPE, Format, format_of
 
 QUANT, DEQUANT = 0, 1
-# Rows of ``counts``. The first five count passes: all of them, those whose amax entered the history, those in which the
+# Rows of ``counts``. The first five count runs: all of them, those whose amax entered the history, those in which the
 # tensor was saturated, lost more than half of its largest value, or was too small for its scale. The next two are the
-# exponent by which it was saturated last, and for how many of its passes that still gives room. Then three settings:
+# exponent by which it was saturated last, and for how many of its runs that still gives room. Then three settings:
 # the margin, whether the tensor's own amax is to be used, and whether it is steady: weights neither cause nor get room.
 PASSES, ENTERED, SATURATED, CLIPPED, SMALL, OVER, HOLD, MARGIN, LOOK, STEADY = range(10)
 COUNTERS = 7
@@ -110,7 +110,7 @@ def update(
     algorithm: str = "max",
     interval: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The update above: history, scales and counts after the pass. ``algorithm="frozen"`` counts and changes nothing
+    """The update above: history, scales and counts after the run. ``algorithm="frozen"`` counts and changes nothing
     else."""
     length, limits = history.shape[1], limits_of(largest)
     present = amaxes != ABSENT
@@ -166,9 +166,9 @@ def _summary(history: Tensor, entered: Tensor, algorithm: str) -> Tensor:
 def record(
     amaxes: Tensor, recorded: Sequence[Tensor], rows: Sequence[int], made: Sequence[Tensor] = ()
 ) -> Tensor:
-    """The amaxes of a pass: one per slot, or where a slot was recorded twice the larger; absent elsewhere.
+    """The amaxes of a run: one per slot, or where a slot was recorded twice the larger; absent elsewhere.
 
-    ``made``: tensors that are to be made in this pass because a later one will read them; nothing is done with them.
+    ``made``: tensors that are to be made in this run because a later one will read them; nothing is done with them.
     """
     return accumulate(torch.full_like(amaxes, ABSENT), recorded, rows)
 
@@ -176,7 +176,7 @@ def record(
 def accumulate(
     amaxes: Tensor, recorded: Sequence[Tensor], rows: Sequence[int], made: Sequence[Tensor] = ()
 ) -> Tensor:
-    """The amaxes of this pass and of those since the last update, where not every pass does that."""
+    """The amaxes of this run and of those since the last update, where not every run does that."""
     if not recorded:
         return amaxes.clone()
     index = torch.tensor(rows, dtype=torch.int64, device=amaxes.device)
@@ -207,13 +207,13 @@ def add_counts(stats: Tensor, counted: Sequence[Tensor], rows: Sequence[int]) ->
     by_row: dict[int, Tensor] = {}
     for row, one in zip(rows, counted):
         by_row[row] = by_row[row] + one if row in by_row else one
-    # Not by an index: it would come from the host in every pass, which waits for a GPU and can't be captured.
+    # Not by an index: it would come from the host in every run, which waits for a GPU and can't be captured.
     nothing = stats.new_zeros(stats.shape[1])
     return stats + torch.stack([by_row.get(row, nothing) for row in range(stats.shape[0])])
 
 
 def next_scales(amaxes: Tensor, history: Tensor, scales: Tensor, counts: Tensor, *rule: Any) -> Tensor:
-    """The scales of the pass that begins: :func:`update` with the amaxes of the one before; none where to look."""
+    """The scales of the run that begins: :func:`update` with the amaxes of the one before; none where to look."""
     return _known(update(history, scales, counts, amaxes, *rule)[1], counts)
 
 
@@ -247,8 +247,8 @@ def _fake_update(amaxes: Tensor, history: Tensor, scales: Tensor, counts: Tensor
     return tuple(state.new_empty(state.shape) for state in (history, scales, counts))
 
 
-# A pass over the graph begins with the update that follows from the pass before and ends with new amaxes. So the scales
-# have no reader that the update must wait for, and one small tensor holds those of this pass until backward needs them.
+# A run of the graph begins with the update that follows from the run before and ends with new amaxes. So the scales
+# have no reader that the update must wait for, and one small tensor holds those of this run until backward needs them.
 # Before a graph is split its ops are functional, as they must be; afterwards (names with _) they work in place.
 _STATE = "Tensor history, Tensor scales, Tensor counts"
 _IN_PLACE = "Tensor(b!) history, Tensor(c!) scales, Tensor(d!) counts"
@@ -279,6 +279,7 @@ update_in_place_op = define(
     f"update_scales_(Tensor(a!) amaxes, {_IN_PLACE}, Tensor(e!) known, {_RULE}) -> ()",
     update_in_place,
     lambda *arguments: None,
+    cpu="fp8_compile.kernels.cpu.update_scales:update_scales",
 )
 record_in_place_op = define(
     f"record_amaxes_(Tensor(a!) amaxes, {_RECORD}) -> ()", _record_in_place, lambda *arguments: None

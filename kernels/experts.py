@@ -1,10 +1,10 @@
-"""Products with stacks of packed weights, one matrix an expert, as operations of a graph.
+"""Products with stacks of packed weights, one matrix per expert, as operations of a graph.
 
     nvfp4_dequantize_experts(codes, block_scales, global_scale, columns, dtype, layout, which)   -> w [E, N, K]
     nvfp4_experts_mm(x, codes, block_scales, global_scale, which, rows, layout)                  -> [M, N]
     fp8_dequantize_experts(codes, scales, dtype, which), fp8_experts_mm(x, codes, scales, which, rows)
 
-The product's rows: "grouped", sorted by expert, ``which`` int [E] says where each expert's rows end (rows behind the
+The product's rows: "grouped", sorted by expert, ``which`` int [E] says where each expert's rows end (rows after the
 last end are zeros); "gathered", ``which`` int [M] is the expert of each row. Dequantizing with a ``which`` of any shape
 gives those matrices alone, [*which.shape, N, K].
 
@@ -69,29 +69,19 @@ def _stacked(
     return out.view(*which.shape, *out.shape[1:])
 
 
-def _nvfp4_mm(
+def nvfp4_mm(
     x: Tensor, codes: Tensor, block_scales: Tensor, global_scale: Tensor, which: Tensor, rows: str, layout: str
 ) -> Tensor:
-    from .cpu import experts as on_cpu  # it compiles C++ on first use
-
+    """``nvfp4_experts_mm`` in plain PyTorch."""
     check_value("nvfp4_experts_mm", "layout", layout, nvfp4.LAYOUTS)
     check_value("nvfp4_experts_mm", "rows", rows, ROWS)
-    if x.device.type == "cpu" and layout == nvfp4.INTERLEAVED:
-        on_cpu.check_nvfp4(x, codes, block_scales, global_scale, which, rows)
-    if layout == nvfp4.INTERLEAVED and on_cpu.works_for(x):
-        return on_cpu.nvfp4(x, codes, block_scales, global_scale, which, rows)
     stack = codes, block_scales, global_scale, x.shape[1], x.dtype, layout
     return reference(x, lambda expert: _nvfp4_dequantize(*stack, expert), codes.shape[:2], which, rows)
 
 
-def _fp8_mm(x: Tensor, codes: Tensor, scales: Tensor, which: Tensor, rows: str) -> Tensor:
-    from .cpu import experts as on_cpu
-
+def fp8_mm(x: Tensor, codes: Tensor, scales: Tensor, which: Tensor, rows: str) -> Tensor:
+    """``fp8_experts_mm`` in plain PyTorch."""
     check_value("fp8_experts_mm", "rows", rows, ROWS)
-    if x.device.type == "cpu":
-        on_cpu.check_fp8(x, codes, scales, which, rows)
-    if on_cpu.works_for(x):
-        return on_cpu.fp8(x, codes, scales, which, rows)
     return reference(x, lambda e: _fp8_dequantize(codes, scales, x.dtype, e), codes.shape[:2], which, rows)
 
 
@@ -129,8 +119,9 @@ nvfp4_dequantize_op = define(
 nvfp4_mm_op = define(
     "nvfp4_experts_mm(Tensor x, Tensor codes, Tensor block_scales, Tensor global_scale, Tensor which, str rows,"
     " str layout) -> Tensor",
-    _nvfp4_mm,
+    nvfp4_mm,
     lambda x, codes, block_scales, global_scale, which, rows, layout: x.new_empty((x.shape[0], codes.shape[1])),
+    cpu="fp8_compile.kernels.cpu.experts:nvfp4_mm",
 )
 fp8_dequantize_op = define(
     "fp8_dequantize_experts(Tensor codes, Tensor scales, ScalarType dtype, Tensor? which=None) -> Tensor",
@@ -139,6 +130,7 @@ fp8_dequantize_op = define(
 )
 fp8_mm_op = define(
     "fp8_experts_mm(Tensor x, Tensor codes, Tensor scales, Tensor which, str rows) -> Tensor",
-    _fp8_mm,
+    fp8_mm,
     lambda x, codes, scales, which, rows: x.new_empty((x.shape[0], codes.shape[1])),
+    cpu="fp8_compile.kernels.cpu.experts:fp8_mm",
 )

@@ -1,4 +1,4 @@
-"""Inputs of products with FP8 weights, in FP8 too: E4M3, by a scale that is known or by one a row.
+"""Inputs of products with FP8 weights, in FP8 too: E4M3, by a scale that is known or by one scale per row.
 
     known:    q = e4m3(clamp(x * (1 / scale), -448, 448) + 0 * x)        scale: amax of a calibration / 448
     None:     q, scale[m] = quantize(x) row by row                       kernels/quantize.py
@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .define_op import define, library
+from .define_op import define
 from .delayed_scaling import cast_delayed
 from .formats import E4M3
 from .quantize import WHOLE, dequantize, quantize
@@ -35,14 +35,6 @@ def round_inputs(x: Tensor, scale: Tensor | None) -> Tensor:
     return dequantize(*quantize_inputs(x, scale), ROWS).to(x.dtype)
 
 
-def _quantize(x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    if x.device.type == "cpu":
-        from .cpu import fp8_inputs as on_cpu  # it compiles C++ on first use
-
-        return on_cpu.quantize_inputs(x, scale)
-    return quantize_inputs(x, scale)
-
-
 def _fake(x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
     rows = x.shape[0] if scale is None else 1
     return x.new_empty(x.shape, dtype=E4M3.dtype), x.new_empty((rows, 1), dtype=torch.float32)
@@ -51,12 +43,14 @@ def _fake(x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
 # quantize_inputs stands for one quantize in the graph, which q, k and v share. In eager mode, and until products are
 # rewritten, it is round_inputs.
 quantize_inputs_op = define(
-    "quantize_inputs(Tensor x, Tensor? scale) -> (Tensor q, Tensor dequant_scale)", _quantize, _fake
+    "quantize_inputs(Tensor x, Tensor? scale) -> (Tensor q, Tensor dequant_scale)",
+    quantize_inputs,
+    _fake,
+    cpu="fp8_compile.kernels.cpu.fp8_inputs:quantize_inputs",
 )
 round_inputs_op = define(
     "round_inputs(Tensor x, Tensor? scale) -> Tensor",
     round_inputs,
     lambda x, scale: torch.empty_like(x, memory_format=torch.contiguous_format),
+    gradient=lambda ctx, grad: (grad, None),  # as if the rounding were not there
 )
-# Gradients go through the rounding as if it were not there.
-torch.library.register_autograd("fp8_compile::round_inputs", lambda ctx, grad: (grad, None), lib=library)

@@ -1,4 +1,4 @@
-"""Weights in FP8: E4M3, one scale a row.
+"""Weights in FP8: E4M3, one scale per row.
 
     scale = amax(row) / 448, 1 for a row of zeros;   q = e4m3(w / scale);   y = (x q^T) * scale + bias
 
@@ -53,14 +53,6 @@ def product(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Te
     return (y if bias is None else y + bias).to(x.dtype)
 
 
-def _multiply(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-    if x.device.type == "cpu":
-        from .cpu import fp8_weight as on_cpu  # it compiles C++ on first use
-
-        return on_cpu.product(x, codes, scales, bias)
-    return product(x, codes, scales, bias)
-
-
 dequantize_op = define(
     "fp8_dequantize(Tensor codes, Tensor scales, ScalarType dtype) -> Tensor",
     dequantize,
@@ -68,6 +60,7 @@ dequantize_op = define(
 )
 mm_op = define(
     "fp8_mm(Tensor x, Tensor codes, Tensor scales, Tensor? bias) -> Tensor",
-    _multiply,
+    product,
     lambda x, codes, scales, bias: x.new_empty((x.shape[0], codes.shape[0])),
+    cpu="fp8_compile.kernels.cpu.fp8_weight:product",
 )

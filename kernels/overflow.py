@@ -12,6 +12,8 @@ from typing import Sequence
 import torch
 from torch import Tensor
 
+from .define_op import define
+
 
 def largest_magnitude(g: Tensor) -> Tensor:
     """max |g| in FP32, [1]; g is not empty."""
@@ -23,10 +25,8 @@ def raise_overflow(largest: Tensor, magnitudes: Sequence[Tensor]) -> Tensor:
     return torch.cat([largest, *magnitudes]).amax(0, keepdim=True)  # amax passes NaN on
 
 
-_library = torch.library.Library("fp8_compile", "FRAGMENT")
-_library.define("raise_overflow(Tensor largest, Tensor[] magnitudes) -> Tensor")
-_library.impl("raise_overflow", raise_overflow, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "fp8_compile::raise_overflow", lambda largest, magnitudes: largest.new_empty(1), lib=_library
+raise_overflow_op = define(
+    "raise_overflow(Tensor largest, Tensor[] magnitudes) -> Tensor",
+    raise_overflow,
+    lambda largest, magnitudes: largest.new_empty(1),
 )
-raise_overflow_op = torch.ops.fp8_compile.raise_overflow.default

@@ -1,4 +1,4 @@
-"""Quantize a matrix to FP8 with one scale a block.
+"""Quantize a matrix to FP8 with one scale per block.
 
     amax[i, j]          = max |x| over block (i, j), floored at 1e-12
     quant_scale[i, j]   = F / amax[i, j]                        F: the largest value of the format
@@ -18,6 +18,7 @@ from typing import Sequence
 
 import torch
 
+from .define_op import define
 from .formats import format_of
 
 AMAX_FLOOR = 1e-12
@@ -79,7 +80,7 @@ def spread(scale: torch.Tensor, shape: torch.Size, block: Block) -> torch.Tensor
 
 
 def is_tiled(block: Block) -> bool:
-    """Whether blocks are smaller than a row or a column."""
+    """True if blocks are smaller than a row or a column."""
     return WHOLE not in block
 
 
@@ -98,8 +99,6 @@ def _fake(x: torch.Tensor, dtype: torch.dtype, block: list[int]) -> tuple[torch.
 
 
 # The op stands for one quantize in the graph until it is lowered: it can be shared, counted and read in a dump.
-_library = torch.library.Library("fp8_compile", "FRAGMENT")
-_library.define("quantize(Tensor x, ScalarType dtype, int[2] block) -> (Tensor q, Tensor dequant_scale)")
-_library.impl("quantize", _checked, "CompositeExplicitAutograd")
-torch.library.register_fake("fp8_compile::quantize", _fake, lib=_library)
-quantize_op = torch.ops.fp8_compile.quantize.default
+quantize_op = define(
+    "quantize(Tensor x, ScalarType dtype, int[2] block) -> (Tensor q, Tensor dequant_scale)", _checked, _fake
+)

@@ -7,8 +7,8 @@ x: [R, C] fp32/bf16/fp16 -> q, q_t fp8 row-major, dequant scales fp32. ``block``
 (1, 128) or (128, 128). R' is the next multiple of ``multiple``; what is beyond R is zero. ``via``: x is rounded to that
 dtype first, as autocast does before a matmul.
 
-Scales lie as cuBLAS reads them: those of rows in a line, those of 1x128 blocks with the row as the fastest dimension,
-those of 128x128 blocks along the contraction, in lines of a multiple of 4.
+Scales are stored as cuBLAS reads them: those of rows in a line, those of 1x128 blocks with the row as the fastest
+dimension, those of 128x128 blocks along the contraction, in lines of a multiple of 4.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from .define_op import define
 from .quantize import WHOLE, Block, quantize
 
 Both = tuple[Tensor, Tensor, Tensor, Tensor]  # q, dequant, q_t, dequant_t
@@ -42,11 +43,11 @@ def empty_results(x: Tensor, dtype: torch.dtype, block: Block, multiple: int = 1
     """The four results, not yet computed."""
     rows, cols = x.shape
     padded = rows + -rows % multiple
-    made = []
-    for size, shape in (((rows, cols), (rows, cols)), ((cols, padded), (cols, rows))):
-        scales = [1 if b == WHOLE else (n + b - 1) // b for n, b in zip(shape, block)]
-        made += [x.new_empty(size, dtype=dtype), _empty_scales(x, scales, block)]
-    return tuple(made)  # type: ignore[return-value]
+    scales = [
+        [1 if b == WHOLE else (n + b - 1) // b for n, b in zip(shape, block)] for shape in ((rows, cols), (cols, rows))
+    ]
+    q, q_t = x.new_empty((rows, cols), dtype=dtype), x.new_empty((cols, padded), dtype=dtype)
+    return q, _empty_scales(x, scales[0], block), q_t, _empty_scales(x, scales[1], block)
 
 
 def _empty_scales(x: Tensor, sizes: list[int], block: Block) -> Tensor:
@@ -64,11 +65,9 @@ def _fake(x: Tensor, dtype: torch.dtype, block: list[int], multiple: int, via: t
 
 
 # Stands for one read of x and both its results in a graph, until it is known which of them are used there.
-_library = torch.library.Library("fp8_compile", "FRAGMENT")
-_library.define(
+quantize_both_op = define(
     "quantize_both(Tensor x, ScalarType dtype, int[2] block, int multiple, ScalarType? via)"
-    " -> (Tensor q, Tensor dequant, Tensor q_t, Tensor dequant_t)"
+    " -> (Tensor q, Tensor dequant, Tensor q_t, Tensor dequant_t)",
+    quantize_both,
+    _fake,
 )
-_library.impl("quantize_both", quantize_both, "CompositeExplicitAutograd")
-torch.library.register_fake("fp8_compile::quantize_both", _fake, lib=_library)
-quantize_both_op = torch.ops.fp8_compile.quantize_both.default

@@ -8,7 +8,7 @@ scale_left [1, 1] or [T, 1] and scale_right [1, 1] or [G, 1, N] -> y [T, N]. Con
 fp8, with scale_left [1, 1] or [M, 1] and scale_right [1, 1] or [1, N] -> y [G, M, N]. Scales are fp32, y is fp32, bf16
 or fp16.
 
-Rows behind the last group are zeros. (``aten._grouped_mm`` leaves them as the memory was; zeros keep the amax of what
+Rows after the last group are zeros. (``aten._grouped_mm`` leaves them as the memory was; zeros keep the amax of what
 is made from them sound.) An empty sum times a scale is a result too: NaN where the scale is.
 """
 
@@ -47,7 +47,7 @@ def new_result(left: Tensor, right: Tensor, offsets: Tensor, out_dtype: torch.dt
 
 
 def bounds(offsets: Tensor, *, tokens: int) -> Iterator[tuple[int, int]]:
-    """Where each group begins and ends. Offsets that fall, or that are behind the last token, are an error: whoever
+    """Where each group begins and ends. Offsets that fall, or that are after the last token, are an error: whoever
     multiplies by them would read memory that is not there."""
     start = 0
     for end in (ends := offsets.tolist()):

@@ -14,7 +14,7 @@ import torch
 
 from .quantize import spread
 
-TILE = 128
+SCALE_TILE = 128
 
 
 def scaled_mm(
@@ -36,8 +36,8 @@ def operands(
     """Both sides in FP32: as they are, or with their scales where these belong to tiles."""
     a, b = left.to(torch.float32), right.to(torch.float32)
     if has_tiles(a.shape[0], b.shape[1], scale_left, scale_right):
-        a = a * spread(scale_left, a.shape, (_block(a.shape[0], scale_left.shape[0]), TILE))
-        b = b * spread(scale_right, b.shape, (TILE, _block(b.shape[1], scale_right.shape[1])))
+        a = a * spread(scale_left, a.shape, (_block(a.shape[0], scale_left.shape[0]), SCALE_TILE))
+        b = b * spread(scale_right, b.shape, (SCALE_TILE, _block(b.shape[1], scale_right.shape[1])))
     return a, b
 
 
@@ -57,7 +57,7 @@ def epilogue(
 
 
 def has_tiles(m: int, n: int, scale_left: torch.Tensor, scale_right: torch.Tensor) -> bool:
-    """Whether some scale belongs to a 1x128 or 128x128 tile rather than to a whole tensor, row or column."""
+    """True if some scale belongs to a 1x128 or 128x128 tile rather than to a whole tensor, row or column."""
     along_k = not (_same(scale_left.shape[1], 1) and _same(scale_right.shape[0], 1))
     lines = all(
         _same(size, 1) or _same(size, whole) for size, whole in ((scale_left.shape[0], m), (scale_right.shape[1], n))
@@ -66,7 +66,7 @@ def has_tiles(m: int, n: int, scale_left: torch.Tensor, scale_right: torch.Tenso
 
 
 def _block(size: int | torch.SymInt, scales: int | torch.SymInt) -> int:
-    return 1 if _same(size, scales) else TILE
+    return 1 if _same(size, scales) else SCALE_TILE
 
 
 def _same(size: int | torch.SymInt, other: int | torch.SymInt) -> bool:

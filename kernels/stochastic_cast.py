@@ -6,7 +6,7 @@
 u uniform in [0, 1), step: the format's spacing at |v|. x: any shape, fp32/bf16/fp16; quant_scale: broadcasts to x.
 
 Plain operations that Inductor fuses into the producer of x, its own random numbers included: they follow
-``torch.manual_seed``. ``kernels/gpu/stochastic_rounding.py`` is the same as a kernel by itself, with a seed of its own.
+``torch.manual_seed``.
 """
 
 from __future__ import annotations

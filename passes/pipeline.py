@@ -11,7 +11,8 @@ from typing import Callable, Protocol, Sequence
 
 from torch import fx
 
-from fp8_compile.kernels.inductor import peak_estimate
+import fp8_compile.kernels.inductor  # noqa: F401  Inductor learns our operations
+from fp8_compile.torch_internals import patches
 from fp8_compile.torch_internals.custom_pass import CustomGraphPass
 from fp8_compile.torch_internals.inductor import hash_of_files
 
@@ -46,7 +47,6 @@ from .split.sum_in_quantizes import SumInQuantizes
 from .split.update_in_place import UpdateInPlace
 
 log = logging.getLogger("fp8_compile.passes")
-peak_estimate.install()
 
 
 # Every folder that decides what code is made: side by side in the repository, one inside the other when installed.
@@ -123,7 +123,8 @@ class Pipeline(CustomGraphPass):
     def uuid(self) -> str | None:
         if self.observer:
             return None
-        return hashlib.sha256(f"{type(self).__name__}{SOURCE_HASH}{self.key}".encode()).hexdigest()
+        known = f"{type(self).__name__}{SOURCE_HASH}{patches.left_out()}{self.key}"
+        return hashlib.sha256(known.encode()).hexdigest()
 
 
 class JointPipeline(Pipeline):

@@ -18,7 +18,7 @@ from typing import Callable, Literal
 
 import torch
 
-from fp8_compile.torch_internals import onednn
+from fp8_compile.torch_internals import onednn, patches
 from fp8_compile.torch_internals.inductor import NoCompiler, cache_folder, cpp_compiler
 
 Status = Literal["ok", "note", "bad"]
@@ -44,7 +44,7 @@ def examine(*, compile_a_model: bool = False) -> list[Check]:
     ]  # fmt: skip
     if compile_a_model:
         tried.append(whole)
-    return [_tried(check) for check in tried]
+    return [*(_tried(check) for check in tried), *patched()]
 
 
 def _tried(check: Callable[[], Check]) -> Check:
@@ -179,6 +179,16 @@ def gpu() -> Check:
     except ValueError as error:
         return Check("GPU", "bad", f"{name}: {error}", "Ada, Hopper, Blackwell, MI300 and newer multiply FP8")
     return Check("GPU", "ok", f"{name} ({target}): recipes {', '.join(sorted(target.recipes))}")
+
+
+def patched() -> list[Check]:
+    """What is corrected in torch and Triton: a line for each row of the table, with what follows if it is left out."""
+    checks = []
+    for name, patch in patches.TABLE.items():
+        reason = patches.why_not(name)
+        left_out = Check(f"patch {name}", "note", f"left out: {reason}", patch.without)
+        checks.append(left_out if reason else Check(f"patch {name}", "ok", "active"))
+    return checks
 
 
 def whole() -> Check:

@@ -11,36 +11,11 @@
 #include <vector>
 
 #include "fp8_formats.h"
-
-extern "C" {
-int fp8_probe();
-void nvfp4_matmul(const void* x, int64_t m, int64_t k, int64_t stride, int dtype, const void* codes, const void* scales,
-                  int64_t n, int64_t padded_k, float global_scale, const void* bias, int bias_dtype, int arithmetic,
-                  void* y, int threads);
-void fp8_weight_mm(const void* x, int64_t m, int64_t k, int64_t stride, int dtype, const uint8_t* codes,
-                   const float* scales, int64_t n, const float* bias, void* y, int threads);
-int nvfp4_experts(const void* x, int64_t m, int64_t k, int64_t stride, int dtype, const uint8_t* codes,
-                  const uint8_t* scales, const float* global_scales, int64_t experts, int64_t n, int64_t padded_k,
-                  const int64_t* which, int in_groups, void* y, int threads);
-int fp8_experts(const void* x, int64_t m, int64_t k, int64_t stride, int dtype, const uint8_t* codes, const float* scales,
-                int64_t experts, int64_t n, const int64_t* which, int in_groups, void* y, int threads);
-void fp8_inputs(const void* x, int dtype, int64_t rows, int64_t cols, int64_t stride, const float* known,
-                uint8_t* codes, float* scales, int threads);
-void fp8_scaled_mm(int64_t m, int64_t n, int64_t k,
-                   const void* left, int64_t left_stride, int64_t left_k_stride, int left_e5m2,
-                   const float* left_scales, int64_t left_scale_stride, int64_t left_scale_k_stride, int64_t left_lines,
-                   const void* right, int64_t right_stride, int64_t right_k_stride, int right_e5m2,
-                   const float* right_scales, int64_t right_scale_stride, int64_t right_scale_k_stride, int64_t right_lines,
-                   const float* bias, void* out, int dtype, int64_t out_stride, int accumulate, int threads);
-}
+#include "kernels.h"
 
 namespace {
 
-constexpr int64_t NVFP4_LEAST_PARALLEL = 1 << 16;  // nvfp4.py: LEAST_PARALLEL
-constexpr int64_t FP8_LEAST_PARALLEL = 1 << 17;    // fp8_weight.py: LEAST_PARALLEL
-constexpr int64_t INPUTS_LEAST_PARALLEL = 1 << 17; // quantize.py: LEAST_PARALLEL
-constexpr int64_t GEMM_LEAST_PARALLEL = 1 << 20;   // scaled_mm.py: LEAST_PARALLEL
-constexpr int64_t TILE = 128;                      // kernels/scaled_mm.py: TILE
+constexpr int64_t SCALE_TILE = 128;  // kernels/scaled_mm.py: SCALE_TILE
 
 // A tensor of one or two dimensions, or a stack of matrices, read once.
 struct Matrix {
@@ -125,17 +100,17 @@ bool read_bias(AtenTensorHandle handle, int64_t n, std::vector<float>& bias) {
   return true;
 }
 
-// Whether there is a scale for all, one for each line, or one for each block of k of a line or of TILE lines; of no k's
+// Whether there is a scale for all, one for each line, or one for each block of k of a line or of SCALE_TILE lines; of no k's
 // there are no blocks.
 bool are_scales(const Matrix& scales, int line_dim, int64_t lines, int64_t k) {
-  const int64_t have = scales.sizes[line_dim], deep = scales.sizes[1 - line_dim], blocks = (k + TILE - 1) / TILE;
+  const int64_t have = scales.sizes[line_dim], deep = scales.sizes[1 - line_dim], blocks = (k + SCALE_TILE - 1) / SCALE_TILE;
   if (scales.code() != 0 || scales.dims != 2) return false;
   if (deep == 1 && (have == 1 || have == lines)) return true;
-  return deep == blocks && (have == lines || have == (lines + TILE - 1) / TILE);
+  return deep == blocks && (have == lines || have == (lines + SCALE_TILE - 1) / SCALE_TILE);
 }
 
 // How many rows or columns share a scale.
-int64_t lines(int64_t scales, int64_t size) { return scales == 1 || scales == size ? 1 : TILE; }
+int64_t lines(int64_t scales, int64_t size) { return scales == 1 || scales == size ? 1 : SCALE_TILE; }
 
 // The index of experts, [m] or [experts], in int64.
 bool read_index(AtenTensorHandle handle, int64_t size, std::vector<int64_t>& which) {
@@ -189,7 +164,7 @@ extern "C" __attribute__((visibility("default"))) AOTITorchError aoti_torch_cpu_
   const std::vector<char> copy = with_contiguous_rows(x);
   void* y = new_result(x, n, result);
   if (!y && m * n) return AOTI_TORCH_FAILURE;
-  const int64_t threads = std::min(torch_threads(), 1 + m * n * k / NVFP4_LEAST_PARALLEL);
+  const int64_t threads = std::min(torch_threads(), 1 + m * n * k / fp8::NVFP4_LEAST_PARALLEL);
   nvfp4_matmul(x.data, m, k, x.strides[0], x.code(), codes.data, scales.data, n, padded_k,
                *static_cast<const float*>(global_scale.data), bias, bias_dtype, activations ? 1 : 0, y, int(threads));
   return AOTI_TORCH_SUCCESS;
@@ -215,7 +190,7 @@ extern "C" __attribute__((visibility("default"))) AOTITorchError aoti_torch_cpu_
   if (!y && m * n) return AOTI_TORCH_FAILURE;
   fp8_weight_mm(x.data, m, k, x.strides[0], x.code(), static_cast<const uint8_t*>(codes.data),
                 static_cast<const float*>(scales.data), n, bias_handle ? bias.data() : nullptr, y,
-                m * n * k >= FP8_LEAST_PARALLEL ? int(torch_threads()) : 1);
+                m * n * k >= fp8::FP8_WEIGHT_LEAST_PARALLEL ? int(torch_threads()) : 1);
   return AOTI_TORCH_SUCCESS;
 }
 
@@ -288,7 +263,7 @@ extern "C" __attribute__((visibility("default"))) AOTITorchError aoti_torch_cpu_
   void* scales = new_matrix(x, known ? 1 : rows, 1, aoti_torch_dtype_float32(), scale_result);
   if ((!codes && rows * cols) || (!scales && (known || rows))) return AOTI_TORCH_FAILURE;
   fp8_inputs(x.data, x.code(), rows, cols, x.strides[0], known, static_cast<uint8_t*>(codes),
-             static_cast<float*>(scales), rows * cols >= INPUTS_LEAST_PARALLEL ? int(torch_threads()) : 1);
+             static_cast<float*>(scales), rows * cols >= fp8::CAST_LEAST_PARALLEL ? int(torch_threads()) : 1);
   return AOTI_TORCH_SUCCESS;
 }
 
@@ -314,6 +289,6 @@ extern "C" __attribute__((visibility("default"))) AOTITorchError aoti_torch_cpu_
                 scale_left.floats(), scale_left.step(0), scale_left.step(1), lines(scale_left.sizes[0], m),
                 right.data, right.strides[1], right.strides[0], right.is_e5m2(),
                 scale_right.floats(), scale_right.step(1), scale_right.step(0), lines(scale_right.sizes[1], n),
-                bias_handle ? bias.data() : nullptr, y, dtype, n, 0, m * n * k >= GEMM_LEAST_PARALLEL ? int(torch_threads()) : 1);
+                bias_handle ? bias.data() : nullptr, y, dtype, n, 0, m * n * k >= fp8::GEMM_LEAST_PARALLEL ? int(torch_threads()) : 1);
   return AOTI_TORCH_SUCCESS;
 }

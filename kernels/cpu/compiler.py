@@ -59,13 +59,13 @@ def _problem_of(name: str) -> str | None:
 
 
 def takes_flags(compiler: str, flags: tuple[str, ...]) -> bool:
-    """Whether the compiler compiles nothing at all with these flags."""
+    """True if the compiler compiles nothing at all with these flags."""
     command = [compiler, *flags, "-fsyntax-only", "-x", "c++", os.devnull]
     return subprocess.run(command, capture_output=True).returncode == 0
 
 
 def is_too_old(compiler: str, isa: Isa) -> bool:
-    """Whether the compiler works, but has not heard of these instructions."""
+    """True if the compiler works, but does not know these instructions."""
     return not takes_flags(compiler, isa.flags) and takes_flags(compiler, ())
 
 
@@ -75,7 +75,7 @@ def source_texts() -> list[tuple[str, bytes]]:
 
 
 def compiled_objects(command: list[str], sources: Mapping[str, tuple[str, ...]], folder: pathlib.Path) -> list[str]:
-    """An object file in ``folder`` of each source, with its own flags behind the command's; compiled side by side."""
+    """An object file in ``folder`` of each source, with its own flags after the command's; compiled side by side."""
     objects = {source: str(folder / f"{source}.o") for source in sources}
     run_compiler(
         [[*command, *flags, "-c", str(FOLDER / source), "-o", objects[source]] for source, flags in sources.items()]
@@ -101,9 +101,9 @@ def run_compiler(commands: list[list[str]]) -> None:
     for code in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
         if any(process.returncode and os.strerror(code) in error for process, error in zip(running, errors)):
             raise OSError(code, os.strerror(code))
-    for command, process, error in zip(commands, running, errors):
+    for command, process, complaint in zip(commands, running, errors):
         if process.returncode:
-            raise CompilationError(_failed(command, error.strip()))
+            raise CompilationError(_failed(command, complaint.strip()))
 
 
 def _failed(command: list[str], error: str) -> str:

@@ -2,7 +2,7 @@
 // matrix together, and what no row asks for is not read. No torch headers.
 //
 //   codes, scales   of expert e: its slice of the stack, laid out as for one matrix (nvfp4.cpp, fp8_weight.cpp)
-//   which           grouped: int64 [experts], where the rows of each expert end, in order; rows behind the last end are 0
+//   which           grouped: int64 [experts], where the rows of each expert end, in order; rows after the last end are 0
 //                   otherwise: int64 [m], the expert of each row
 //
 // The result says whether `which` was sound: 0, or 1 where it names experts or rows that there are none of.
@@ -13,19 +13,9 @@
 #include <vector>
 
 #include "fp8_formats.h"
-
-extern "C" {
-void nvfp4_matmul(const void* x, int64_t m, int64_t k, int64_t stride, int dtype, const void* codes, const void* scales,
-                  int64_t n, int64_t padded_k, float global_scale, const void* bias, int bias_dtype, int arithmetic,
-                  void* y, int threads);
-void fp8_weight_mm(const void* x, int64_t m, int64_t k, int64_t stride, int dtype, const uint8_t* codes,
-                   const float* scales, int64_t n, const float* bias, void* y, int threads);
-}
+#include "kernels.h"
 
 namespace {
-
-constexpr int64_t NVFP4_LEAST_PARALLEL = 1 << 16;  // nvfp4.py: LEAST_PARALLEL
-constexpr int64_t FP8_LEAST_PARALLEL = 1 << 17;    // fp8_weight.py: LEAST_PARALLEL
 
 // Rows of x and of y in bytes.
 struct Rows {
@@ -95,7 +85,7 @@ extern "C" int nvfp4_experts(
   const int64_t size = dtype == fp8::FP32 ? 4 : 2;
   return by_expert(rows_of(x, m, k, stride, dtype, n, y), experts, which, in_groups,
                    [&](const char* from, int64_t count, int64_t bytes, int64_t expert, char* to) {
-    const int64_t useful = std::min<int64_t>(threads, 1 + count * n * k / NVFP4_LEAST_PARALLEL);
+    const int64_t useful = std::min<int64_t>(threads, 1 + count * n * k / fp8::NVFP4_LEAST_PARALLEL);
     nvfp4_matmul(from, count, k, bytes / size, dtype, codes + expert * n * padded_k / 2, scales + expert * n * padded_k / 16,
                  n, padded_k, global_scales[expert], nullptr, 0, 0, to, int(useful));
   });
@@ -108,6 +98,6 @@ extern "C" int fp8_experts(
   return by_expert(rows_of(x, m, k, stride, dtype, n, y), experts, which, in_groups,
                    [&](const char* from, int64_t count, int64_t bytes, int64_t expert, char* to) {
     fp8_weight_mm(from, count, k, bytes / size, dtype, codes + expert * n * k, scales + expert * n, n, nullptr, to,
-                  count * n * k >= FP8_LEAST_PARALLEL ? threads : 1);
+                  count * n * k >= fp8::FP8_WEIGHT_LEAST_PARALLEL ? threads : 1);
   });
 }

@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "fp8_formats.h"
+#include "kernels.h"
 
 namespace {
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import ctypes
 from typing import Sequence
 
+import torch
 from torch import Tensor
 
 from fp8_compile.kernels.fingerprint import fingerprint
 from fp8_compile.kernels.operands import check
 
+from .arguments import DTYPES
 from .library import library
-from .operation import DTYPES
 
 
 class Fingerprints:
@@ -23,7 +24,7 @@ class Fingerprints:
     kept for the next call, which usually has the same tensors."""
 
     def __init__(self) -> None:
-        self._known: list[tuple[int, object, int]] = []
+        self._known: list[tuple[int, torch.dtype, int]] = []
         self._arguments: tuple[ctypes.Array, ...] = ()
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[int]:

@@ -8,6 +8,7 @@
 #include <limits>
 
 #include "fp8_formats.h"
+#include "kernels.h"
 #include "threads.h"
 
 namespace {

@@ -9,9 +9,8 @@ from fp8_compile.kernels import fp8_inputs as reference
 from fp8_compile.kernels.formats import E4M3
 from fp8_compile.kernels.operands import ANY, FLOATS, FP32, ONE, check
 
+from .arguments import CAST_LEAST_PARALLEL, DTYPES, threads_for
 from .library import library
-from .operation import DTYPES
-from .quantize import LEAST_PARALLEL
 
 
 def quantize_inputs(x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -30,6 +29,6 @@ def quantize_inputs(x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
     kernels.fp8_inputs(
         *(x.data_ptr(), DTYPES[x.dtype], rows, cols, x.stride(0), None if scale is None else scale.data_ptr()),
         *(codes.data_ptr(), dequant_scale.data_ptr()),
-        torch.get_num_threads() if x.numel() >= LEAST_PARALLEL else 1,
+        threads_for(x.numel(), CAST_LEAST_PARALLEL),
     )
     return codes, dequant_scale

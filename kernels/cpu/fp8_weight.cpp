@@ -12,6 +12,7 @@
 #include "finish.h"
 #include "fp8_formats.h"
 #include "gemm.h"
+#include "kernels.h"
 #include "pack_fp8.h"
 
 namespace {

@@ -9,10 +9,8 @@ from fp8_compile.kernels import fp8_weight
 from fp8_compile.kernels.formats import BY_DTYPE, E4M3
 from fp8_compile.kernels.operands import ANY, FLOATS, FP32, check
 
+from .arguments import DTYPES, FP8_WEIGHT_LEAST_PARALLEL, threads_for
 from .library import library
-from .operation import DTYPES
-
-LEAST_PARALLEL = 1 << 17  # multiplications; not tuned
 
 
 def product(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
@@ -34,6 +32,6 @@ def product(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Te
     kernels.fp8_weight_mm(
         *(x.data_ptr(), m, k, x.stride(0), DTYPES[x.dtype], codes.data_ptr(), scales.data_ptr(), n),
         *(None if bias is None else bias.data_ptr(), y.data_ptr()),
-        torch.get_num_threads() if m * n * k >= LEAST_PARALLEL else 1,
+        threads_for(m * n * k, FP8_WEIGHT_LEAST_PARALLEL),
     )
     return y

@@ -92,7 +92,7 @@ def _kept_in(folder: pathlib.Path, name: str, make: Make) -> pathlib.Path:
 
 
 def _is_whole(path: pathlib.Path) -> bool:
-    """Whether the file is there and fits its seal; an error if others may have written it."""
+    """True if the file exists and fits its seal; an error if others may have written it."""
     try:
         _check_owner(path.parent, stat.S_ISDIR, "a folder")
         _check_owner(path, stat.S_ISREG, "a file")

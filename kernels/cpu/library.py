@@ -40,9 +40,15 @@ SOURCES = {
 }
 
 
+class Library(ctypes.CDLL):
+    """The compiled kernels."""
+
+    isa: Isa | None = None  # what they were compiled for, once that is known to work
+
+
 @functools.cache
-def library() -> ctypes.CDLL | None:
-    """The kernels for this CPU, or None, with a warning once, where there is no compiler that works."""
+def library() -> Library | None:
+    """The kernels for this CPU, or None, with one warning, if no compiler works."""
     try:
         compiler = cpp_compiler()
     except NoCompiler:
@@ -74,9 +80,9 @@ def working_isa() -> Isa | None:
     return None if found is None else found.isa
 
 
-def load(compiler: str, isa: Isa) -> ctypes.CDLL:
+def load(compiler: str, isa: Isa) -> Library:
     """The kernels compiled for an instruction set."""
-    return _declared(ctypes.CDLL(str(_built(compiler, isa))))
+    return _declared(Library(str(_built(compiler, isa))))
 
 
 def _built(compiler: str, isa: Isa) -> pathlib.Path:
@@ -91,7 +97,8 @@ def _compile(compiler: str, isa: Isa, folder: pathlib.Path) -> pathlib.Path:
     return folder / "kernels.so"
 
 
-def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
+def _declared(loaded: Library) -> Library:
+    """With the types of kernels.h."""
     pointer, integer, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
     loaded.fp8_amax.argtypes = (pointer, integer, size, size, integer, pointer, integer)
     loaded.fp8_quantize.argtypes = (pointer, integer, size, size, integer, pointer, integer, pointer, integer)

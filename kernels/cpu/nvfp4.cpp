@@ -8,6 +8,7 @@
 // are left to nvfp4_prefill.cpp. A group is computed by one thread, in an order of its own: results do not depend on
 // the number of threads. Compile with -ffp-contract=off: rounding to int8 relies on each operation rounding by itself.
 
+#include "kernels.h"
 #include "nvfp4_call.h"
 #include "nvfp4_lanes.h"
 #include "threads.h"

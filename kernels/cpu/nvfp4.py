@@ -15,16 +15,32 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fp8_compile.kernels.operands import ANY, FLOATS, ONE, check
+from fp8_compile.kernels.nvfp4 import ops
+from fp8_compile.kernels.operands import ANY, FLOATS, ONE, check, check_value
 
+from .arguments import DTYPES, NVFP4_LEAST_PARALLEL
 from .library import library
-from .operation import DTYPES
 
 BLOCK = 16  # elements of K that share a block scale
 GROUP = 16  # rows that are interleaved
 _WORD = 4  # bytes of codes that a lane takes at once
 ARITHMETICS = {None: 0, "int8": 1}
-LEAST_PARALLEL = 1 << 16  # multiplications a thread, below which waking another takes longer than the work
+
+
+def product(
+    x: Tensor,
+    codes: Tensor,
+    block_scales: Tensor,
+    global_scale: Tensor,
+    bias: Tensor | None,
+    activations: str | None,
+    layout: str = ops.STANDARD,
+) -> Tensor:
+    """``nvfp4_mm`` on a CPU. There are kernels for interleaved weights, and none for FP64."""
+    check_value("nvfp4_mm", "layout", layout, ops.LAYOUTS)
+    if layout != ops.INTERLEAVED or x.dtype == torch.float64:
+        return ops.reference(x, codes, block_scales, global_scale, bias, activations, layout)
+    return matmul(x, codes, block_scales, global_scale, bias, activations)
 
 
 def matmul(
@@ -52,7 +68,7 @@ def matmul(
     kernels.nvfp4_matmul(
         *(x.data_ptr(), m, k, x.stride(0), DTYPES[x.dtype], codes.data_ptr(), block_scales.data_ptr(), n, 2 * half),
         *(float(global_scale), None if bias is None else bias.data_ptr(), 0 if bias is None else DTYPES[bias.dtype]),
-        *(ARITHMETICS[activations], y.data_ptr(), min(torch.get_num_threads(), 1 + m * n * k // LEAST_PARALLEL)),
+        *(ARITHMETICS[activations], y.data_ptr(), min(torch.get_num_threads(), 1 + m * n * k // NVFP4_LEAST_PARALLEL)),
     )
     return y
 

@@ -6,6 +6,7 @@
 #include <limits>
 #include <vector>
 
+#include "kernels.h"
 #include "threads.h"
 
 namespace {

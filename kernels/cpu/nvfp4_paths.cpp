@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "fp8_formats.h"
+#include "kernels.h"
 #include "threads.h"
 
 namespace {

@@ -1,6 +1,6 @@
 """The searches of GPTQ in C++, compiled on first use: scales of blocks by several ways, codes by tabu search.
 
-A library of their own: who multiplies need not compile what quantizes.
+They are a library of their own: a process that only multiplies need not compile what quantizes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SOURCES = {"nvfp4_paths.cpp": ("-ffp-contract=fast",), "nvfp4_codes.cpp": ("-ffp
 
 @functools.cache
 def search_library() -> ctypes.CDLL | None:
-    """For this CPU; None where there is no compiler, of which ``library()`` warns."""
+    """The searches compiled for this CPU; None without a compiler, of which ``library()`` warns."""
     isa = working_isa()
     return None if isa is None else load(cpp_compiler(), isa)
 

@@ -15,24 +15,20 @@ from torch import Tensor
 
 from fp8_compile.kernels import delayed_scaling as delayed_reference
 from fp8_compile.kernels import quantize as reference
-from fp8_compile.kernels.formats import BY_DTYPE, E4M3, E5M2, format_of
-from fp8_compile.kernels.inductor import loop_split
+from fp8_compile.kernels.define_op import define, filled
+from fp8_compile.kernels.formats import BY_DTYPE, E5M2, format_of
 from fp8_compile.kernels.operands import ANY, FP32, ONE, check, check_value
 from fp8_compile.kernels.quantize import AMAX_FLOOR, WHOLE
 
+from .arguments import CAST_LEAST_PARALLEL, DTYPES, FORMATS, threads_for
 from .library import library
-from .operation import DTYPES, define
 
-loop_split.install()
-
-LEAST_PARALLEL = 1 << 17  # elements; one thread quantizes as many in some 0.2 ms
 _AXES = {(WHOLE, WHOLE): 0, (1, WHOLE): 1, (WHOLE, 1): 2}  # by block; fp8_cast.cpp: Axis
-_FORMATS = (E4M3.dtype, E5M2.dtype)
 
 
 def _check_scales(x: Tensor, dtype: torch.dtype, block: list[int], op: str = "scales") -> None:
     check(op, "x", x, DTYPES, (ANY, ANY))
-    check_value(op, "dtype", dtype, _FORMATS)
+    check_value(op, "dtype", dtype, FORMATS)
     check_value(op, "block", tuple(block), _AXES)
 
 
@@ -45,7 +41,7 @@ def _check_cast(x: Tensor, quant_scale: Tensor, dtype: torch.dtype, block: list[
 def _check_delayed(x: Tensor, quant_scale: Tensor, dtype: torch.dtype, wanted: bool) -> None:
     check("quantize_delayed", "x", x, DTYPES)
     check("quantize_delayed", "quant_scale", quant_scale, FP32, *ONE)
-    check_value("quantize_delayed", "dtype", dtype, _FORMATS)
+    check_value("quantize_delayed", "dtype", dtype, FORMATS)
 
 
 def _new_scales(x: Tensor, dtype: torch.dtype, block: list[int]) -> tuple[Tensor, Tensor]:
@@ -67,8 +63,8 @@ def _scales(x: Tensor, dtype: torch.dtype, block: list[int], quant_scale: Tensor
     torch.reciprocal(quant_scale, out=dequant_scale).add_(amax.mul_(0.0))
 
 
-def _new_codes(x: Tensor, quant_scale: Tensor, dtype: torch.dtype, block: list[int]) -> tuple[Tensor]:
-    return (x.new_empty(x.shape, dtype=dtype),)
+def _new_codes(x: Tensor, quant_scale: Tensor, dtype: torch.dtype, block: list[int]) -> Tensor:
+    return x.new_empty(x.shape, dtype=dtype)
 
 
 def _cast(x: Tensor, quant_scale: Tensor, dtype: torch.dtype, block: list[int], codes: Tensor) -> None:
@@ -86,8 +82,18 @@ def _cast(x: Tensor, quant_scale: Tensor, dtype: torch.dtype, block: list[int], 
 def _new_delayed(
     x: Tensor, quant_scale: Tensor, dtype: torch.dtype, wanted: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    codes = x.new_empty(x.shape if wanted else (0,), dtype=dtype)
-    return codes, *(x.new_empty((1, 1), dtype=torch.float32) for _ in range(3))  # type: ignore[return-value]
+    used_scale, dequant_scale, amax = (x.new_empty((1, 1), dtype=torch.float32) for _ in range(3))
+    return x.new_empty(x.shape if wanted else (0,), dtype=dtype), used_scale, dequant_scale, amax
+
+
+def _delayed(
+    x: Tensor, quant_scale: Tensor, dtype: torch.dtype, wanted: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The formula in plain PyTorch."""
+    amax = reference.block_amax(x.reshape(1, -1), (WHOLE, WHOLE))
+    used_scale = delayed_reference.first_scale(quant_scale.reshape(1, 1), amax, format_of(dtype).max)
+    codes = delayed_reference.cast_delayed(x, used_scale.reshape(()), dtype) if wanted else x.new_empty(0, dtype=dtype)
+    return codes, used_scale, used_scale.reciprocal(), amax
 
 
 def _quantize_delayed(
@@ -102,17 +108,15 @@ def _quantize_delayed(
 ) -> None:
     kernels = library()
     if kernels is None:
-        amax.copy_(reference.block_amax(x, (WHOLE, WHOLE)))
-        used_scale.copy_(delayed_reference.first_scale(quant_scale, amax, format_of(dtype).max))
-        if wanted:
-            codes.copy_(delayed_reference.cast_delayed(x, used_scale, dtype))
-    else:
-        x = x.contiguous()
-        used_scale.copy_(quant_scale)
-        kernels.fp8_delayed(
-            *(x.data_ptr(), DTYPES[x.dtype], x.numel(), dtype == E5M2.dtype, used_scale.data_ptr()),
-            *(codes.data_ptr() if wanted else None, amax.data_ptr(), _threads(x)),
-        )
+        for result, made in zip((codes, used_scale, dequant_scale, amax), _delayed(x, quant_scale, dtype, wanted)):
+            result.copy_(made)
+        return
+    x = x.contiguous()
+    used_scale.copy_(quant_scale)
+    kernels.fp8_delayed(
+        *(x.data_ptr(), DTYPES[x.dtype], x.numel(), dtype == E5M2.dtype, used_scale.data_ptr()),
+        *(codes.data_ptr() if wanted else None, amax.data_ptr(), _threads(x)),
+    )
     torch.reciprocal(used_scale, out=dequant_scale)
 
 
@@ -121,27 +125,26 @@ def _axis(block: list[int]) -> int:
 
 
 def _threads(x: Tensor) -> int:
-    """Waking threads for less takes longer than the work, and on busy cores much longer."""
-    return torch.get_num_threads() if x.numel() >= LEAST_PARALLEL else 1
+    return threads_for(x.numel(), CAST_LEAST_PARALLEL)
 
 
 scales_op = define(
     "scales(Tensor x, ScalarType dtype, int[2] block) -> (Tensor quant_scale, Tensor dequant_scale)",
-    _check_scales,
+    reference.scales,
     _new_scales,
-    _scales,
+    cpu=filled(_check_scales, _new_scales, _scales),
 )
 cast_op = define(
     "cast(Tensor x, Tensor quant_scale, ScalarType dtype, int[2] block) -> Tensor",
-    _check_cast,
+    reference.cast,
     _new_codes,
-    _cast,
+    cpu=filled(_check_cast, _new_codes, _cast),
 )
 # quant_scale: [1, 1], 0 where there is none yet; wanted: whether codes are, or the amax alone.
 quantize_delayed_op = define(
     "quantize_delayed(Tensor x, Tensor quant_scale, ScalarType dtype, bool wanted) -> "
     "(Tensor codes, Tensor used_scale, Tensor dequant_scale, Tensor amax)",
-    _check_delayed,
+    _delayed,
     _new_delayed,
-    _quantize_delayed,
+    cpu=filled(_check_delayed, _new_delayed, _quantize_delayed),
 )

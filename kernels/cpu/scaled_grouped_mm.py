@@ -3,8 +3,8 @@
     y = scaled_grouped_mm(left, right, offsets, scale_left, scale_right, out_dtype)
 
 ``kernels/scaled_grouped_mm.py`` has the formulas and shapes. Operands are E4M3 or E5M2 each, of any strides. A group is
-one gemm, on parts of the operands as they lie: sizes that change from step to step change no shape, and nothing is
-compiled again.
+one gemm, on parts of the operands as they are stored: sizes that change from step to step change no shape, and nothing
+is compiled again.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from fp8_compile.kernels import scaled_grouped_mm as reference
+from fp8_compile.kernels.define_op import define, filled
 from fp8_compile.kernels.operands import ANY, FP32, INDICES, check, check_value
 
+from .arguments import DTYPES, FORMATS
 from .library import library
-from .operation import DTYPES, define
-from .scaled_mm import FORMATS
 
 ROWS, CONTRACTION = 0, 1  # scaled_mm.cpp: what the groups divide
 
@@ -43,8 +43,8 @@ def _check(
 
 def _new(
     left: Tensor, right: Tensor, offsets: Tensor, scale_left: Tensor, scale_right: Tensor, out_dtype: torch.dtype
-) -> tuple[Tensor]:
-    return (reference.new_result(left, right, offsets, out_dtype),)
+) -> Tensor:
+    return reference.new_result(left, right, offsets, out_dtype)
 
 
 def _scaled_grouped_mm(
@@ -56,7 +56,8 @@ def _scaled_grouped_mm(
     out_dtype: torch.dtype,
     out: Tensor,
 ) -> None:
-    if library() is None:
+    kernels = library()
+    if kernels is None:
         out.copy_(reference.scaled_grouped_mm(left, right, offsets, scale_left, scale_right, out_dtype))
         return
     along = ROWS if right.dim() == 3 else CONTRACTION
@@ -64,7 +65,7 @@ def _scaled_grouped_mm(
     ends = torch.tensor([end for _, end in reference.bounds(offsets, tokens=tokens)], dtype=torch.int64)
     if along == ROWS:
         out[ends[-1] if len(ends) else 0 :].zero_()
-    library().fp8_scaled_grouped_mm(  # type: ignore[union-attr]
+    kernels.fp8_scaled_grouped_mm(
         *(along, len(ends), ends.data_ptr(), left.shape[0], right.shape[-1], left.shape[1]),
         *(left.data_ptr(), *left.stride(), FORMATS[left.dtype]),
         *(scale_left.data_ptr(), _stride(scale_left, 0)),
@@ -82,7 +83,7 @@ def _stride(tensor: Tensor, dim: int) -> int:
 scaled_grouped_mm_op = define(
     "scaled_grouped_mm(Tensor left, Tensor right, Tensor offsets, Tensor scale_left, Tensor scale_right,"
     " ScalarType out_dtype) -> Tensor",
-    _check,
+    reference.scaled_grouped_mm,
     _new,
-    _scaled_grouped_mm,
+    cpu=filled(_check, _new, _scaled_grouped_mm),
 )

@@ -15,6 +15,7 @@
 #include "finish.h"
 #include "fp8_formats.h"
 #include "gemm.h"
+#include "kernels.h"
 #include "pack_fp8.h"
 
 #if defined(HAS_BF16_MICRO)
@@ -63,8 +64,6 @@ struct Group { int64_t start, size, products; };
 
 constexpr int ROWS = 0;  // what groups divide: rows of the left operand and of the result; else the contraction
 // Products that are worth threads of their own: starting and joining them takes as long as some.
-constexpr int64_t LEAST_PARALLEL = 1 << 20;
-
 sigjmp_buf escape;
 
 }  // namespace
@@ -112,14 +111,14 @@ void fp8_scaled_grouped_mm(int along, int64_t groups, const int64_t* ends, int64
     const Finish<Micro> finish{0, a.scales, b.scales, nullptr, to, dtype, out_stride, false};
     multiply(rows ? here.size : m, n, rows ? k : here.size, a, b, finish, on);
   };
-  const auto is_large = [&](const Group& one) { return one.products >= LEAST_PARALLEL * threads; };
+  const auto is_large = [&](const Group& one) { return one.products >= GEMM_LEAST_PARALLEL * threads; };
   int64_t small = 0;
   for (int64_t g = 0; g < groups; ++g) {
     const Group here = group(g);
     if (is_large(here)) run(g, here, threads);
     else small += here.products;
   }
-  const int sharing = small >= LEAST_PARALLEL ? usable_threads(threads, groups) : 1;
+  const int sharing = small >= GEMM_LEAST_PARALLEL ? usable_threads(threads, groups) : 1;
 #pragma omp parallel for num_threads(sharing) schedule(dynamic)
   for (int64_t g = 0; g < groups; ++g) {
     const Group here = group(g);

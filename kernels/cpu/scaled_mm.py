@@ -12,15 +12,12 @@ import torch
 from torch import Tensor
 
 from fp8_compile.kernels import scaled_mm as reference
-from fp8_compile.kernels.formats import E4M3, E5M2
+from fp8_compile.kernels.define_op import define, filled
 from fp8_compile.kernels.operands import ANY, FLOATS, FP32, check, check_value
-from fp8_compile.kernels.scaled_mm import TILE
+from fp8_compile.kernels.scaled_mm import SCALE_TILE
 
+from .arguments import DTYPES, FORMATS, GEMM_LEAST_PARALLEL, threads_for
 from .library import library
-from .operation import DTYPES, define
-
-LEAST_PARALLEL = 1 << 20  # multiplications; one thread does as many in some 10 us
-FORMATS = {E4M3.dtype: 0, E5M2.dtype: 1}
 
 
 def _check(
@@ -35,9 +32,9 @@ def _check(
     check(op, "left", left, FORMATS, (ANY, ANY))
     m, k = left.shape
     check(op, "right", right, FORMATS, (k, ANY))
-    n, blocks = right.shape[1], -(-k // TILE)
-    check(op, "scale_left", scale_left, FP32, (1, 1), (m, 1), (m, blocks), (-(-m // TILE), blocks))
-    check(op, "scale_right", scale_right, FP32, (1, 1), (1, n), (blocks, n), (blocks, -(-n // TILE)))
+    n, blocks = right.shape[1], -(-k // SCALE_TILE)
+    check(op, "scale_left", scale_left, FP32, (1, 1), (m, 1), (m, blocks), (-(-m // SCALE_TILE), blocks))
+    check(op, "scale_right", scale_right, FP32, (1, 1), (1, n), (blocks, n), (blocks, -(-n // SCALE_TILE)))
     if bias is not None:
         check(op, "bias", bias, FLOATS, (n,))
     check_value(op, "out_dtype", out_dtype, DTYPES)
@@ -45,8 +42,8 @@ def _check(
 
 def _new(
     left: Tensor, right: Tensor, scale_left: Tensor, scale_right: Tensor, bias: Tensor | None, out_dtype: torch.dtype
-) -> tuple[Tensor]:
-    return (left.new_empty((left.shape[0], right.shape[1]), dtype=out_dtype),)
+) -> Tensor:
+    return left.new_empty((left.shape[0], right.shape[1]), dtype=out_dtype)
 
 
 def _scaled_mm(
@@ -88,16 +85,18 @@ def _multiply(
     *,
     accumulate: bool,
 ) -> None:
+    kernels = library()
+    assert kernels is not None
     (m, k), n = left.shape, right.shape[1]
     if bias is not None:
         bias = bias.to(torch.float32).contiguous()
-    library().fp8_scaled_mm(  # type: ignore[union-attr]
+    kernels.fp8_scaled_mm(
         *(m, n, k, left.data_ptr(), *left.stride(), FORMATS[left.dtype]),
         *(scale_left.data_ptr(), _stride(scale_left, 0), _stride(scale_left, 1), _lines(scale_left.shape[0], m)),
         *(right.data_ptr(), right.stride(1), right.stride(0), FORMATS[right.dtype]),
         *(scale_right.data_ptr(), _stride(scale_right, 1), _stride(scale_right, 0), _lines(scale_right.shape[1], n)),
         *(None if bias is None else bias.data_ptr(), out.data_ptr(), DTYPES[out.dtype], out.stride(0), accumulate),
-        torch.get_num_threads() if m * n * k >= LEAST_PARALLEL else 1,
+        threads_for(m * n * k, GEMM_LEAST_PARALLEL),
     )
 
 
@@ -108,13 +107,13 @@ def _stride(scale: Tensor, dim: int) -> int:
 
 def _lines(scales: int, size: int) -> int:
     """How many rows or columns share a scale."""
-    return 1 if scales in (1, size) else TILE
+    return 1 if scales in (1, size) else SCALE_TILE
 
 
 scaled_mm_op = define(
     "scaled_mm(Tensor left, Tensor right, Tensor scale_left, Tensor scale_right, Tensor? bias, ScalarType out_dtype)"
     " -> Tensor",
-    _check,
+    reference.scaled_mm,
     _new,
-    _scaled_mm,
+    cpu=filled(_check, _new, _scaled_mm),
 )

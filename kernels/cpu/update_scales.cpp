@@ -9,6 +9,8 @@
 #include <limits>
 #include <vector>
 
+#include "kernels.h"
+
 namespace {
 
 enum Row { PASSES, ENTERED, SATURATED, CLIPPED, SMALL, OVER, HOLD, MARGIN, LOOK, STEADY };

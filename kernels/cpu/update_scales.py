@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from fp8_compile.kernels import delayed_scaling as reference
-from fp8_compile.kernels.define_op import library as operations
 from fp8_compile.kernels.operands import ANY, FP32, check, check_at_least, check_value
 
 from .library import library
@@ -48,5 +47,3 @@ def update_scales(
         *(ALGORITHMS[algorithm], interval),
     )
 
-
-operations.impl("update_scales_", update_scales, "CPU")

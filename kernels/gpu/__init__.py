@@ -1,1 +1,1 @@
-"""Triton kernels for NVIDIA and AMD GPUs: one operation a file, its plain-PyTorch reference beside it."""
+"""Triton kernels for NVIDIA and AMD GPUs: one operation per file, its plain-PyTorch reference beside it."""

@@ -74,7 +74,7 @@ def _facts_nvidia(compiled: CompiledKernel) -> Facts:
     code, usage = compiled.asm["ptx"], _resource_usage(compiled.asm["cubin"])
     wide = r"(v4\.b32|v8\.b32|v2\.b64|v4\.b64)"
     return Facts(
-        registers=int(re.search(r"REG:(\d+)", usage)[1]),
+        registers=_number(r"REG:(\d+)", usage),
         shared_bytes=compiled.metadata.shared,
         spills=sum(int(found) for found in re.findall(r"(?:STACK|LOCAL):(\d+)", usage)),
         wide_loads=_count(rf"\bld\.global\.(\S+\.)?{wide}", code),
@@ -87,7 +87,7 @@ def _facts_nvidia(compiled: CompiledKernel) -> Facts:
 def _facts_amd(compiled: CompiledKernel) -> Facts:
     code = compiled.asm["amdgcn"]
     return Facts(
-        registers=int(re.search(r"\.vgpr_count:\s+(\d+)", code)[1]),
+        registers=_number(r"\.vgpr_count:\s+(\d+)", code),
         shared_bytes=compiled.metadata.shared,
         spills=sum(int(found) for found in re.findall(r"\.[vs]gpr_spill_count:\s+(\d+)", code)),
         wide_loads=_count(r"\b(global|buffer)_load_(dwordx4|b128)", code),
@@ -95,6 +95,12 @@ def _facts_amd(compiled: CompiledKernel) -> Facts:
         narrow_stores=_count(r"\b(global|buffer)_store_(?!dwordx4|b128)", code),
         fp8_conversions=_count(r"\bv_cvt_\w*(fp8|bf8)_f", code),
     )
+
+
+def _number(pattern: str, text: str) -> int:
+    found = re.search(pattern, text)
+    assert found is not None, f"no {pattern} in {text[:200]}"
+    return int(found[1])
 
 
 def _count(pattern: str, text: str) -> int:

@@ -17,12 +17,9 @@ from . import (
     ahead_of_time,
     nvfp4_matmul,
     nvfp4_pack,
-    quantize_amax,
     quantize_blocks,
     quantize_many,
     quantize_rows,
-    quantize_transpose,
-    stochastic_rounding,
     update_scales,
 )
 
@@ -57,31 +54,17 @@ PADDED = {**SHAPE, "padded": "i32"}
 CONTIGUOUS = {"col_stride": 1}  # the JIT makes a constant of it
 
 
-def _quantize_amax() -> Entry:
-    types = {"x_ptr": "*bf16", "quant_scale_ptr": "*fp32", "q_ptr": "*fp8", "amax_ptr": "*fp32", "numel": "i32"}
-    constants = {"LARGEST": 448.0, "BLOCK": quantize_amax.BLOCK}
-    return Entry(quantize_amax.quantize_amax_kernel, types, constants, quantize_amax.NUM_WARPS)
-
-
-def _quantize_transpose() -> Entry:
-    types = {"x_ptr": "*bf16", "quant_scale_ptr": "*fp32", "q_ptr": "*fp8", "q_t_ptr": "*fp8", "amax_ptr": "*fp32"}
-    blocks = {"BLOCK_R": quantize_transpose.BLOCK_R, "BLOCK_C": quantize_transpose.BLOCK_C}
-    constants = {"LARGEST": 448.0, **CONTIGUOUS, **blocks}
-    kernel = quantize_transpose.quantize_transpose_kernel
-    return Entry(kernel, types | SHAPE, constants, quantize_transpose.NUM_WARPS)
-
-
 def _quantize_many(both: bool = True, check: bool = False) -> Entry:
     types = {"table_ptr": "*i64", "first_tile_ptr": "*i64", "x_like_ptr": "*bf16", "q_like_ptr": "*fp8"}
-    blocks = {"BLOCK_R": quantize_transpose.BLOCK_R, "BLOCK_C": quantize_transpose.BLOCK_C}
+    blocks = {"BLOCK_R": quantize_many.BLOCK_R, "BLOCK_C": quantize_many.BLOCK_C}
     samples = {"PLACES": quantize_many.PLACES, "WIDTH": quantize_many.WIDTH}
     constants = {"STEPS": 8, "VIA": 0, "ALIGNED": True, "BOTH": both, "LARGEST": 448.0, **blocks, **samples}
     constants |= {"CHECK": check, "RECORD": True}
     kernel = quantize_many.quantize_many_kernel
-    return Entry(kernel, types | {"matrices": "i32"}, constants, quantize_transpose.NUM_WARPS, numbers=1)
+    return Entry(kernel, types | {"matrices": "i32"}, constants, quantize_many.NUM_WARPS, numbers=1)
 
 
-def _quantize_blocks(square: bool, **along: bool) -> Entry:
+def _quantize_blocks(square: bool, **along: Any) -> Entry:
     types = {"x_ptr": "*bf16", "q_ptr": "*fp8", "q_t_ptr": "*fp8", "dequant_ptr": "*fp32", "dequant_t_ptr": "*fp32"}
     constants = {**quantize_blocks.launch_constants(torch.float8_e4m3fn, square, **along), **CONTIGUOUS}
     return Entry(quantize_blocks.quantize_blocks_kernel, types | PADDED, constants, quantize_blocks.NUM_WARPS)
@@ -105,14 +88,6 @@ def _cast_rows_columns() -> Entry:
     types |= {"dequant_ptr": "*fp32", "dequant_t_ptr": "*fp32"}
     constants = {"LARGEST": 448.0, **quantize_rows.tile_constants(), **CONTIGUOUS}
     return Entry(quantize_rows.cast_rows_columns_kernel, types | PADDED, constants, quantize_rows.TILE_WARPS)
-
-
-def _stochastic_rounding() -> Entry:
-    types = {"x_ptr": "*bf16", "quant_scale_ptr": "*fp32", "q_ptr": "*fp8", "amax_ptr": "*fp32", "numel": "i32"}
-    format = {"LARGEST": 57344.0, "MANTISSA_BITS": 2, "MIN_EXPONENT": -14, "FNUZ": False}
-    constants = {**format, "BLOCK": stochastic_rounding.BLOCK}
-    kernel, num_warps = stochastic_rounding.stochastic_rounding_kernel, stochastic_rounding.NUM_WARPS
-    return Entry(kernel, types | {"seed": "i64"}, constants, num_warps, fp8_conversions=False)
 
 
 def _nvfp4_pack(swizzled: bool) -> Entry:
@@ -144,8 +119,6 @@ def _update_scales() -> Entry:
 
 
 CATALOGUE: dict[str, Callable[[], Entry]] = {
-    "quantize_amax": _quantize_amax,
-    "quantize_transpose": _quantize_transpose,
     "quantize_many": _quantize_many,
     "quantize_many, one layout": lambda: _quantize_many(both=False),
     "quantize_many, checking": lambda: _quantize_many(check=True),
@@ -158,7 +131,6 @@ CATALOGUE: dict[str, Callable[[], Entry]] = {
     "quantize_rows, long": lambda: _quantize_rows(fits=False),
     "row_column_amax": _row_column_amax,
     "cast_rows_columns": _cast_rows_columns,
-    "stochastic_rounding": _stochastic_rounding,
     "nvfp4_pack": lambda: _nvfp4_pack(swizzled=False),
     "update_scales": _update_scales,
 }

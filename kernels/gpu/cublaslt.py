@@ -6,7 +6,7 @@ left: [M, K], right: [K, N] fp8, either dimension contiguous where the GPU can r
 elsewhere); c, d: [M, N] bf16/fp16/fp32 with contiguous rows, c optional.
 
 cuBLASLt counts columns first. What it is asked for is therefore the transposed product, d^T = right^T @ left^T + c^T: a
-matrix that lies row by row is, to cuBLASLt, its own transpose.
+matrix that is stored row by row is, to cuBLASLt, its own transpose.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class CublasLt:
             )
 
     def _known(self, key: Hashable, operands: tuple[Tensor, ...], vectors: _Vectors, fast_accumulation: bool) -> _Plan:
-        """The plan for a shape, made once. Sizes that vary from step to step leave no more than MOST_PLANS behind."""
+        """The plan for a shape, made once. Where sizes vary from step to step, no more than MOST_PLANS are kept."""
         plan = self._plans.pop(key, None)
         if plan is None:
             try:
@@ -178,7 +178,7 @@ class CublasLt:
         return one
 
     def _layout(self, made: contextlib.ExitStack, rows_contiguous: Tensor) -> ctypes.c_void_p:
-        """A matrix [R, C] that lies row by row is one of C rows and R columns to cuBLASLt."""
+        """A matrix [R, C] that is stored row by row is one of C rows and R columns to cuBLASLt."""
         rows, cols = rows_contiguous.shape
         sizes = (ctypes.c_uint64(cols), ctypes.c_uint64(rows), ctypes.c_int64(rows_contiguous.stride(0)))
         return self._make(made, "MatrixLayout", DATA_TYPES[rows_contiguous.dtype], *sizes)

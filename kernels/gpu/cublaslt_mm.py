@@ -20,16 +20,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._inductor import ir
-from torch._inductor.lowering import (
-    add_layout_constraint,
-    constrain_to_fx_strides,
-    fallback_handler,
-    register_lowering,
-)
-from torch._inductor.virtualized import V
 from torch.utils.flop_counter import register_flop_formula
 
+from fp8_compile.kernels.define_op import define
 from fp8_compile.kernels.scaled_mm import scaled_mm
 
 from .cublaslt import CublasLt, CublasLtError
@@ -120,10 +113,20 @@ def check(library: CublasLt, device: torch.device, *, any_layout: bool = False) 
             raise CublasLtError("the result of a small gemm was wrong")
 
 
-def _write(*arguments: Any, out: Tensor, **options: Any) -> Tensor:
+def _plain(*arguments: Any, **options: Any) -> Tensor:
+    return reference(Operands(*arguments, **options))
+
+
+def _plain_out(*arguments: Any, out: Tensor, **options: Any) -> Tensor:
+    return out.copy_(reference(Operands(*arguments, **options)))
+
+
+def _multiply(*arguments: Any, **options: Any) -> Tensor:
+    return _multiply_out(*arguments, **options, out=_new(*arguments, **options))
+
+
+def _multiply_out(*arguments: Any, out: Tensor, **options: Any) -> Tensor:
     given = Operands(*arguments, **options)
-    if not out.is_cuda:
-        return out.copy_(reference(given))
     library = library_of(out.device.index)
     if library is not None:
         try:
@@ -135,10 +138,6 @@ def _write(*arguments: Any, out: Tensor, **options: Any) -> Tensor:
     return out
 
 
-def _compute(*arguments: Any, **options: Any) -> Tensor:
-    return _write(*arguments, **options, out=_new(*arguments, **options))
-
-
 def _new(*arguments: Any, **options: Any) -> Tensor:
     given = Operands(*arguments, **options)
     return given.left.new_empty((given.left.shape[0], given.right.shape[1]), dtype=given.out_dtype)
@@ -148,48 +147,13 @@ _ARGUMENTS = (
     "Tensor left, Tensor right, Tensor scale_left, Tensor scale_right, Tensor? added, Tensor? bias, "
     "ScalarType out_dtype, bool fast_accumulation=False"
 )
-_library = torch.library.Library("fp8_compile", "FRAGMENT")
-_library.define(f"cublaslt_mm({_ARGUMENTS}) -> Tensor")
-_library.define(f"cublaslt_mm.out({_ARGUMENTS}, *, Tensor(a!) out) -> Tensor(a!)")
-_library.impl("cublaslt_mm", _compute, "CompositeExplicitAutograd")
-_library.impl("cublaslt_mm.out", _write, "CompositeExplicitAutograd")
-torch.library.register_fake("fp8_compile::cublaslt_mm", _new, lib=_library)
-cublaslt_mm_op = torch.ops.fp8_compile.cublaslt_mm.default
+cublaslt_mm_op = define(f"cublaslt_mm({_ARGUMENTS}) -> Tensor", _plain, _new, cuda=_multiply)
+cublaslt_mm_out_op = define(
+    f"cublaslt_mm.out({_ARGUMENTS}, *, Tensor(a!) out) -> Tensor(a!)", _plain_out, None, cuda=_multiply_out
+)
 
 
 @register_flop_formula(torch.ops.fp8_compile.cublaslt_mm)
 def _flops(left: Any, right: Any, *others: Any, out_shape: Any = None, **options: Any) -> int:
     """The partitioner weighs by it what to compute again; ``left`` and ``right`` are sizes."""
     return 2 * left[0] * left[1] * right[1]
-
-
-def _in_memory_as_in_the_graph(fx_node, *args, **kwargs):  # type: ignore[no-untyped-def]
-    """A tensor goes to memory once, for all that read it: of a permuted one Inductor would store a second copy."""
-    for arg in args:
-        if isinstance(arg, ir.TensorBox):
-            arg.data.unwrap_view().realize() if isinstance(arg.data, ir.BaseView) else arg.realize()
-    return constrain_to_fx_strides(fx_node, *args, **kwargs)
-
-
-add_layout_constraint(cublaslt_mm_op, _in_memory_as_in_the_graph)
-_fallback = fallback_handler(cublaslt_mm_op, add_to_fallback_set=False)
-
-
-@register_lowering(cublaslt_mm_op, type_promotion_kind=None)
-def _lowering(  # type: ignore[no-untyped-def]
-    left, right, scale_left, scale_right, added, bias, out_dtype, fast_accumulation=False
-):
-    given = (left, right, scale_left, scale_right, added, bias)
-    # C++ knows no name to call it by, and asks Python; Inductor writes tensors first, then what is not one.
-    if V.graph.cpp_wrapper or (added is None and bias is not None):
-        return _fallback(*given, out_dtype, fast_accumulation)
-    tensors = [one for one in given if one is not None]
-    node = ir.ExternKernelOut(
-        layout=ir.FixedLayout(left.get_device(), out_dtype, [left.get_size()[0], right.get_size()[1]]),
-        inputs=[ir.ExternKernel.realize_input(tensor) for tensor in tensors],
-        constant_args=[None] * (len(given) - len(tensors)),
-        kwargs={"out_dtype": out_dtype, "fast_accumulation": fast_accumulation},
-        python_kernel_name="torch.ops.fp8_compile.cublaslt_mm.out",
-        op_overload=torch.ops.fp8_compile.cublaslt_mm.out,
-    )
-    return ir.TensorBox.create(node)

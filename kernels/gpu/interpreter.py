@@ -3,11 +3,9 @@
     to FP8:    x.clamp(-F, F).to(fp8)      to nearest even, saturating, NaN stays NaN; torch's own cast on [-F, F]
     the rest:  x.to(dtype)
 
-Symptom: under the interpreter (``TRITON_INTERPRET=1``) 125.7 becomes 64 in E4M3, ties round up, bf16 subnormals come
-out wrong, and the FNUZ formats of MI300 are refused. Cause: ``triton.runtime.interpreter._convert_float`` adds the
-rounding bit to the mantissa field alone, so that its carry is lost, and never looks at the sticky bits; ``to_ir`` there
-knows no FNUZ type. A ``tl.dot`` of bf16 multiplies the bits as if they were integers: ``create_dot`` there widens FP8
-and forgets bf16. Scope: the interpreter of Triton 3.7; compiled kernels never come here.
+What is wrong (``patches.TABLE["interpreter"]``): ``triton.runtime.interpreter._convert_float`` adds the rounding
+bit to the mantissa field alone, so that its carry is lost, and never looks at the sticky bits; ``to_ir`` there does not
+know the FNUZ types. ``create_dot`` there widens FP8 and forgets bf16. Compiled kernels never come here.
 """
 
 from __future__ import annotations
@@ -21,6 +19,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from fp8_compile.kernels.formats import BY_DTYPE
+from fp8_compile.torch_internals import patches
 
 TORCH = {
     tl.float64: torch.float64,
@@ -59,7 +58,7 @@ def _patch_lang_core(lang: Any, scope: Any) -> None:
     scope.set_attr(lang.dtype, "to_ir", to_ir)
 
 
-def create_dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
+def create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
     """``a @ b + d`` with bf16 widened to FP32 first, where its products are exact."""
 
     def widened(side: Any) -> Any:
@@ -68,7 +67,7 @@ def create_dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
         bits = convert_float(side.data, tl.bfloat16, tl.float32, None)
         return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
 
-    return _original_create_dot(self, widened(a), widened(b), d, *options)
+    return _original_create_dot(self, widened(a), widened(b), d, input_precision, max_num_imprecise_acc)
 
 
 _original_create_dot = interpreter.InterpreterBuilder.create_dot
@@ -77,7 +76,9 @@ _original_patch_lang_core = interpreter._patch_lang_core
 
 
 def install() -> None:
-    """Correct the interpreter of this process."""
+    """Correct the interpreter of this process, if it is one that the correction was written for."""
+    if not patches.fits("interpreter"):
+        return
     interpreter._convert_float = convert_float
     interpreter._patch_lang_core = _patch_lang_core
     interpreter.InterpreterBuilder.create_dot = create_dot

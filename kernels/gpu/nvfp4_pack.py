@@ -1,4 +1,4 @@
-"""Pack a matrix as NVFP4: 4-bit values, an E4M3 scale a block of 16, one FP32 scale for all; rounded to nearest.
+"""Pack a matrix as NVFP4: 4-bit values, an E4M3 scale per block of 16, one FP32 scale for all; rounded to nearest.
 
     w            = e2m1 * e4m3_block_scale * global_scale
     amax_b       = max |x| over the block, 16 along a row
@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .nvfp4_scales import padded_shape
-from .tile import magnitude_bits
+from .tile import clamped, magnitude_bits
 
 SIZE = 16
 SMALLEST = 2.0**-9
@@ -45,7 +45,7 @@ def nvfp4_pack_kernel(
     BLOCK: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """BLOCK blocks of SIZE elements a program: rows are contiguous, so where one ends does not matter."""
+    """BLOCK blocks of SIZE elements per program: rows are contiguous, so where one ends does not matter."""
     # A tensor may have more than 2**31 elements: offsets are int64 before they are multiplied.
     block = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = block < blocks
@@ -57,7 +57,7 @@ def nvfp4_pack_kernel(
     # Every division as IEEE rounds it: plain ``/`` on FP32 is off by two units in the last place on NVIDIA.
     amax = tl.max(magnitude_bits(x), axis=1).to(tl.float32, bitcast=True)
     scale = tl.div_rn(tl.div_rn(amax, tl.full([BLOCK], 6.0, tl.float32)), tl.broadcast_to(global_scale, [BLOCK]))
-    scale = tl.clamp(scale, SMALLEST, 448.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
+    scale = clamped(scale, SMALLEST, 448.0).to(tl.float8e4nv)
     at = block
     if SWIZZLED:
         row, column = block // per_row, block % per_row
@@ -66,7 +66,7 @@ def nvfp4_pack_kernel(
     inverse = tl.div_rn(tl.full([1], 1.0, tl.float32), global_scale)
     scaled = x * tl.div_rn(tl.broadcast_to(inverse, [BLOCK]), scale.to(tl.float32))[:, None]
 
-    # The code is how many bounds lie below, which of a tie's two neighbours is even being in the comparison. A NaN is
+    # The code is how many bounds are below, which of a tie's two neighbours is even being in the comparison. A NaN is
     # below none: its block's scale is NaN.
     magnitude = tl.abs(scaled)
     code = (magnitude > 0.25).to(tl.uint8) + (magnitude >= 0.75).to(tl.uint8) + (magnitude > 1.25).to(tl.uint8)

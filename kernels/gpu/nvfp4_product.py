@@ -2,8 +2,8 @@
 
 activations=None, "int8"      x as it is, or rounded first: weight-only kernel           nvfp4_matmul.py
 activations="nvfp4"           sm_100 and newer: FP4 by FP4 on the tensor cores, scales swizzled, the two global scales
-                              multiplied afterwards; elsewhere, and where N is no multiple of 16 or K none of 32, x is
-                              rounded to NVFP4 and the weight-only kernel runs
+                              multiplied afterwards; elsewhere, and where N is not a multiple of 16 or K not one of 32,
+                              x is rounded to NVFP4 and the weight-only kernel runs
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fp8_compile.kernels.nvfp4 import ops
 from fp8_compile.kernels.nvfp4.weight import block_size_of
+from fp8_compile.kernels.operands import check_value
 
 from .nvfp4_matmul import nvfp4_matmul
 from .nvfp4_pack import nvfp4_pack
@@ -27,9 +28,10 @@ def product(
     global_scale: Tensor,
     bias: Tensor | None,
     activations: str | None,
-    layout: str,
+    layout: str = ops.STANDARD,
 ) -> Tensor:
     """x w^T + bias, [M, N] in x's dtype."""
+    check_value("nvfp4_mm", "layout", layout, ops.LAYOUTS)
     fits = all(size % MULTIPLE == 0 for size in codes.shape) and x.dtype in (torch.bfloat16, torch.float16)
     if layout == ops.SWIZZLED and activations == "nvfp4" and fits:
         return fp4_by_fp4(x, codes, block_scales, global_scale, bias)

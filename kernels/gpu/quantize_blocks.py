@@ -1,4 +1,4 @@
-"""Quantize a matrix with a scale a block of 128, in both layouts or one of them, with one read.
+"""Quantize a matrix with one scale per block of 128, in both layouts or one of them, with one read.
 
     amax          = max |x| over the block, floored at 1e-12
     quant_scale   = F / amax                                F: the largest value of the format
@@ -10,7 +10,7 @@
 
 x: [R, C] fp32/bf16/fp16, any strides -> q: [R, C] fp8; q_t: [C, R'] fp8, both row-major, zeros beyond R; dequant scales
 fp32: 1 x 128 gives [R, ceil(C/128)] and [C, ceil(R/128)], 128 x 128 gives [ceil(R/128), ceil(C/128)] and its transpose,
-laid out as in ``quantize_both.py``. 4 bytes an element in bf16: 2 read, 1 + 1 written; 3 for one layout.
+laid out as in ``quantize_both.py``. 4 bytes per element in bf16: 2 read, 1 + 1 written; 3 for one layout.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from fp8_compile.kernels.quantize_both import Both, empty_results, quantize_both
 from .tile import VIA, loaded, magnitude_bits, saturated, scales_of
 
 SIZE = 128  # of a block
-# 32 elements a thread on NVIDIA. With 8 warps it takes 190 registers instead of 121, so half as many warps run at once.
+# 32 elements per thread on NVIDIA. With 8 warps it takes 190 registers instead of 121, and half as many warps run at
+# once.
 NUM_WARPS = 16
 
 
@@ -46,12 +47,12 @@ def quantize_blocks_kernel(
     padded,  # length of a row of q_t
     LARGEST: tl.constexpr,
     VIA: tl.constexpr,
-    SQUARE: tl.constexpr,  # one scale a tile, instead of one a row and one a column of it
+    SQUARE: tl.constexpr,  # one scale per tile, instead of one for each of its rows and columns
     ALONG_ROWS: tl.constexpr,  # write q; its pointers are not used otherwise
     ALONG_COLUMNS: tl.constexpr,  # write q_t
     SIZE: tl.constexpr,
 ):
-    """One SIZE x SIZE tile a program, tiles along a row first."""
+    """One SIZE x SIZE tile per program, tiles along a row first."""
     tiles_across, tiles_down = tl.cdiv(cols, SIZE), tl.cdiv(rows, SIZE)
     down, across = tl.program_id(0) // tiles_across, tl.program_id(0) % tiles_across
     r = down * SIZE + tl.arange(0, SIZE)

@@ -8,6 +8,8 @@ For each matrix: x: [R, C] fp32/bf16/fp16 row-major; quant_scale, amax: one fp32
 row-major, written in place, q_t only where the gemms want it. ``via``: x is rounded to that dtype first, as autocast
 does before a matmul.
 
+``0 * x`` makes Inf a NaN: the saturating cast alone would turn it into F and hide an overflow from a loss scaler.
+
 One launch for the weights of a model after an optimizer step: a table of addresses says where they are. Matrices that
 differ in device, dtype, ``via``, layouts, or in whether they can be moved 16 bytes at a time are a launch each.
 
@@ -34,9 +36,11 @@ from fp8_compile.kernels.fingerprint import PLACES, WIDTH
 from fp8_compile.kernels.formats import format_of
 
 from .fingerprint import sampled_fingerprint
-from .quantize_transpose import BLOCK_C, BLOCK_R, NUM_WARPS, tiles
 from .tile import VIA, largest_magnitude, loaded, magnitude_bits, record_amax, saturated
 
+# 64 x 64: a thread of four warps holds 32 elements, two 16-byte stores of each layout, and the rows of both outputs are
+# written in pieces of 64 bytes, two whole sectors of an NVIDIA cache line.
+BLOCK_R, BLOCK_C, NUM_WARPS = 64, 64, 4
 ALIGNMENT = 16  # bytes of a vector, and so the multiple that addresses and both sizes must be of
 
 
@@ -81,10 +85,10 @@ def quantize_many_kernel(
     amax, fingerprints, rows, cols. ``*_like_ptr`` are there for their types."""
     program = tl.program_id(0).to(tl.int64)
     low, high = tl.zeros([], tl.int32), matrices + tl.zeros([], tl.int32)
-    for _ in tl.static_range(STEPS):  # the matrix whose first tile is the last one not behind this program
+    for _ in tl.static_range(STEPS):  # the matrix whose first tile is the last one not after this program
         middle = (low + high) // 2
-        behind = tl.load(first_tile_ptr + middle) > program
-        low, high = tl.where(behind, low, middle), tl.where(behind, middle, high)
+        after = tl.load(first_tile_ptr + middle) > program
+        low, high = tl.where(after, low, middle), tl.where(after, middle, high)
     row = table_ptr + low.to(tl.int64) * 8
     x_ptr = tl.load(row).to(x_like_ptr.dtype)
     q_bytes = tl.load(row + 1).to(tl.pointer_type(tl.uint8))
@@ -115,12 +119,18 @@ def quantize_many_kernel(
 
     quant_scale = tl.load(tl.load(row + 3).to(tl.pointer_type(tl.float32)))
     q = (saturated(x, quant_scale, LARGEST) + 0.0 * x).to(q_like_ptr.dtype.element_ty)
-    # Through an integer view: Triton may miscompile transposed FP8 stores; see quantize_transpose.py.
+    # Through an integer view: Triton may miscompile transposed FP8 stores (triton#11111, seen as rare NaNs). It can go
+    # when that issue is closed in every Triton we allow.
     codes = q.to(tl.uint8, bitcast=True)
     tl.store(q_bytes + (r[:, None] * cols + c[None, :]), codes, mask=inside)
     if BOTH:
         inside_t = (c < cols)[:, None] & (r < rows)[None, :]
         tl.store(q_t_bytes + (c[:, None] * rows + r[None, :]), tl.trans(codes), mask=inside_t)
+
+
+def tiles(rows: int, cols: int) -> int:
+    """Programs to launch for a matrix; at least one, so that an empty matrix records an amax of 0."""
+    return max(1, triton.cdiv(rows, BLOCK_R) * triton.cdiv(cols, BLOCK_C))
 
 
 class QuantizeMany:
@@ -137,7 +147,7 @@ class QuantizeMany:
         self.addresses = addresses(matrices)
 
     def __call__(self, *, check: bool = False, record: bool = True) -> None:
-        """``check``: quantize only the matrices whose fingerprint is not the one that the last launch left behind.
+        """``check``: quantize only the matrices whose fingerprint is not the one that the last launch stored.
         ``record``: the amaxes of what is quantized."""
         for launch in self.launches:
             launch(check, record)

@@ -1,4 +1,4 @@
-"""Quantize a matrix with a scale a row; or with a scale a row and its transpose with a scale a column, for both gemms.
+"""Quantize a matrix with one scale per row, and for both gemms also its transpose with one scale per column.
 
     amax          = max |x| over the row, floored at 1e-12
     quant_scale   = F / amax                                F: the largest value of the format
@@ -8,7 +8,7 @@
 x: [R, C] fp32/bf16/fp16, any strides -> q: [R, C] fp8, dequant [R, 1] fp32, and for both layouts q_t: [C, R'] fp8,
 dequant_t [C, 1] fp32, quantized by the columns of x. Outputs are row-major, q_t with zeros beyond R.
 
-Bytes an element in bf16:
+Bytes per element in bf16:
     rows alone    3: 2 read, 1 written, where a row fits into a program's registers (up to LONGEST); 5 beyond
     both          6: 2 read for the amaxes of rows and columns, 2 read again, 1 + 1 written. A column's amax is known
                   when all rows were read, so two reads are the fewest; each layout on its own would take 3 + 5.
@@ -30,7 +30,7 @@ from fp8_compile.kernels.quantize_both import Both, empty_results, quantize_both
 from .tile import VIA, loaded, magnitude_bits, saturated, scales_of
 
 BLOCK_OF_ROWS = (1, WHOLE)
-LONGEST = 8192  # elements of a row that eight warps hold: 32 registers a thread
+LONGEST = 8192  # elements of a row that eight warps hold: 32 registers per thread
 ROW_WARPS = 8
 TILE, TILE_WARPS = 64, 4
 
@@ -86,7 +86,7 @@ def row_column_amax_kernel(
     ALONG_ROWS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Raise the amaxes of rows [R] and of columns [C] behind them: int32 bits that start at 0. One tile a program."""
+    """Raise the amaxes of rows [R] and of columns [C] after them: int32 bits that start at 0. One tile per program."""
     tiles_across = tl.cdiv(cols, TILE)
     r = (tl.program_id(0) // tiles_across) * TILE + tl.arange(0, TILE)
     c = (tl.program_id(0) % tiles_across) * TILE + tl.arange(0, TILE)
@@ -116,7 +116,7 @@ def cast_rows_columns_kernel(
     ALONG_ROWS: tl.constexpr,  # write q, too; its pointers are not used otherwise
     TILE: tl.constexpr,
 ):
-    """Both casts of one tile a program; the first tile of a row or column also writes its scales."""
+    """Both casts of one tile per program; the first tile of a row or column also writes its scales."""
     tiles_across = tl.cdiv(cols, TILE)
     down, across = tl.program_id(0) // tiles_across, tl.program_id(0) % tiles_across
     r = down * TILE + tl.arange(0, TILE)

@@ -2,6 +2,7 @@
 
     loaded(x, VIA)     = x in FP32, rounded to bf16 or fp16 before where autocast would
     magnitude_bits(x)  = bits of |x| as int32
+    clamped(x, a, b)   = clamp(x, a, b), NaN stays NaN
     saturated(x, s)    = clamp(x * s, -F, F), NaN stays NaN
     reciprocal(x)      = 1 / x, rounded to nearest even
     scales_of(amax)    = F / amax, amax / F; the latter NaN if amax is not finite
@@ -38,14 +39,24 @@ def magnitude_bits(x):
 
 @triton.jit
 def record_amax(amax_ptr, bits):
-    """Raise the FP32 slot to the largest of these magnitudes: one atomic a program, in no order with other memory."""
+    """Raise the FP32 slot to the largest of these magnitudes: one atomic per program, in no order with other memory."""
     tl.atomic_max(amax_ptr.to(tl.pointer_type(tl.int32), bitcast=True), tl.max(bits), sem="relaxed")
 
 
 @triton.jit
 def saturated(x, quant_scale, LARGEST: tl.constexpr):
     """``clamp(x * quant_scale, -F, F)``; a NaN, of x or of the scale, stays one."""
-    return tl.clamp(x * quant_scale, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    return clamped(x * quant_scale, -LARGEST, LARGEST)
+
+
+@triton.jit
+def clamped(x, LEAST: tl.constexpr, MOST: tl.constexpr):
+    """``clamp(x, LEAST, MOST)``; a NaN stays one, since it compares as neither below nor above.
+
+    Not by ``tl.clamp``: beside stores of single bytes, its min.NaN and max.NaN make Triton miscompile them, seen as
+    rare NaNs (triton#11111). This can go when that issue is closed in every Triton we allow.
+    """
+    return tl.where(x < LEAST, LEAST, tl.where(x > MOST, MOST, x))
 
 
 @triton.jit

@@ -2,15 +2,15 @@
 
     saturated   : amax * quant_scale > F, by more than rounding takes back       counted
     room        = sum of ceil(log2(amax * quant_scale / F)) over slots that were saturated and have not been part of
-                  two passes since, limited by the format
+                  two runs since, limited by the format
     amax enters the history in place of the oldest one           if it is finite
     m           = max(history)                                   or the newest, or the 99th percentile
-    quant_scale = F / (m * 2**(margin + room)), capped to be finite      if m > 0 and this is an ``interval``-th pass
+    quant_scale = F / (m * 2**(margin + room)), capped to be finite      if m > 0 and this is an ``interval``-th run
     dequant_scale = 1 / quant_scale
-    amaxes      = -1                                             nothing recorded, for the pass that begins
-    known       = scales                                         of the pass that begins, for whoever reads them
+    amaxes      = -1                                             nothing recorded, for the run that begins
+    known       = scales                                         of the run that begins, for whoever reads them
 
-State of C slots, in place: amaxes [C] fp32, -1 where the slot was not part of the pass; history [C, L] fp32, a ring;
+State of C slots, in place: amaxes [C] fp32, -1 where the slot was not part of the run; history [C, L] fp32, a ring;
 scales [2, C] fp32, (quant, dequant); counts [10, C] int32, see ``delayed_scaling.py``. known [2, C] fp32: a copy of
 the scales that later updates leave alone, 0 where the tensor's own amax is to be used.
 """
@@ -147,7 +147,7 @@ def _reached(amaxes_ptr, scales_ptr, counts_ptr, slot, inside, slots):
 def _room(
     amax, reached, known, counts_ptr, slot, inside, slots, LARGEST: tl.constexpr, SATURATED_ABOVE: tl.constexpr
 ):
-    """The exponent by which a slot was saturated last, for how many passes that gives room, and whether it may."""
+    """The exponent by which a slot was saturated last, for how many runs that gives room, and whether it may."""
     flows = tl.load(counts_ptr + 9 * slots + slot, mask=inside, other=1) == 0
     now = known & (reached > SATURATED_ABOVE) & flows
     bits = (reached * (1.0 / LARGEST)).to(tl.int32, bitcast=True)
@@ -159,7 +159,7 @@ def _room(
 
 @triton.jit
 def _at(values, i, index):
-    """values[:, index], one index a row."""
+    """values[:, index], one index per row."""
     return tl.sum(tl.where(i[None, :] == index[:, None], values, 0.0), axis=1)
 
 
@@ -184,7 +184,8 @@ def update_scales(
 ) -> Tensor:
     """The update above, in place; ``known`` is returned."""
     known = torch.empty_like(scales)
-    grid, arguments = launch_arguments(*history.shape, largest, algorithm, interval)
+    slots, length = history.shape
+    grid, arguments = launch_arguments(slots, length, largest, algorithm, interval)
     update_scales_kernel[grid](amaxes, history, scales, counts, known, **arguments, num_warps=NUM_WARPS)
     return known
 

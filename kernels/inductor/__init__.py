@@ -1,1 +1,28 @@
-"""What Inductor is taught: lowerings of our operations, and stores of kinds that it does not have."""
+"""What Inductor is taught: lowerings of our operations, and stores of kinds that it does not have.
+
+Importing this package teaches it: whoever puts our operations into a graph for Inductor imports it first.
+"""
+
+from . import (
+    cast_blocks,
+    cublaslt_mm,
+    loop_split,
+    materialize,
+    min_max,
+    peak_estimate,
+    record_amax,
+    relayout,
+    sum_tiles,
+)
+
+__all__ = [
+    "cast_blocks",
+    "cublaslt_mm",
+    "loop_split",
+    "materialize",
+    "min_max",
+    "peak_estimate",
+    "record_amax",
+    "relayout",
+    "sum_tiles",
+]

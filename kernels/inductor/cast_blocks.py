@@ -1,13 +1,4 @@
-"""The second half of a quantize, as one operation of a graph for a GPU.
-
-    q = fp8(clamp(x * quant_scale, -F, F))      x: [R, C], quant_scale: [ceil(R/r), ceil(C/c)] fp32 -> q: [R, C] fp8
-
-F is the largest value of the format, (r, c) the ``block``; see ``quantize.py``.
-
-Inductor writes the kernel, fused with whatever computes x. It stops inlining where an expression has more than a
-hundred operations, and stores what it has by then. In a chain of plain ops that may be the scaled value, four bytes an
-element; after a single op it is q.
-"""
+"""The lowering of ``kernels/cast_blocks.py``: a pointwise loop."""
 
 from __future__ import annotations
 
@@ -19,20 +10,13 @@ from torch._inductor.lowering import register_lowering
 from torch._inductor.virtualized import ops
 from torch.utils._sympy.functions import FloorDiv
 
+from fp8_compile.kernels.cast_blocks import cast_blocks_op
 from fp8_compile.kernels.formats import format_of
-from fp8_compile.kernels.quantize import WHOLE, cast
-
-_library = torch.library.Library("fp8_compile", "FRAGMENT")
-_library.define("cast_blocks(Tensor x, Tensor quant_scale, ScalarType dtype, int[2] block) -> Tensor")
-_library.impl("cast_blocks", cast, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "fp8_compile::cast_blocks", lambda x, quant_scale, dtype, block: x.new_empty(x.shape, dtype=dtype), lib=_library
-)
-cast_blocks_op = torch.ops.fp8_compile.cast_blocks.default
+from fp8_compile.kernels.quantize import WHOLE, Block
 
 
 @register_lowering(cast_blocks_op, type_promotion_kind=None)
-def _lowering(x, quant_scale, dtype, block):  # type: ignore[no-untyped-def]
+def _lowering(x: Any, quant_scale: Any, dtype: torch.dtype, block: Block) -> Any:
     load, load_scale = x.make_loader(), quant_scale.make_loader()
     largest = format_of(dtype).max
 

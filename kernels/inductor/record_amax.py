@@ -1,11 +1,7 @@
-"""Record the largest magnitude of a tensor in a slot, inside whatever kernel computes the tensor.
+"""The lowering of ``kernels/record_amax.py``: on a GPU a store with mode "atomic_max", elsewhere a call.
 
-    amaxes[slot] = max(amaxes[slot], max |x|)        x: any shape; amaxes: [C] fp32; NaN wins over Inf over all numbers
-
-A reduction of a whole tensor is a kernel of its own in Inductor, or two. Here it is a store: a pointwise value stored
-to one place with mode "atomic_max", which Inductor fuses like any other store into the producer of x. A tile reduces
-itself and does one atomic. Inductor 2.13 names that mode (``ops_handler.AtomicMode``) and does not implement it; the
-two functions at the end of this file do, for Triton, and change nothing for other modes.
+A tile reduces itself and does one atomic. The functions at the end of this file teach Inductor that mode, for Triton,
+and change nothing for other modes. Where they do not fit the installed torch, an amax is a call on a GPU, too.
 """
 
 from __future__ import annotations
@@ -15,38 +11,21 @@ from typing import Any
 import torch
 from torch._inductor import ir
 from torch._inductor.codegen.common import DeferredLine
-from torch._inductor.codegen.triton import TritonKernel
 from torch._inductor.dependencies import StarDep
 from torch._inductor.lowering import fallback_handler, register_lowering
-from torch._inductor.scheduler import Scheduler
 from torch._inductor.virtualized import V, ops
 
-from fp8_compile.kernels.quantize import WHOLE, block_amax
+from fp8_compile.kernels.record_amax import record_amax_op
+from fp8_compile.torch_internals import patches
 
-from .extend import extend
-
-ATOMIC_MAX = "atomic_max"
-
-
-def record_amax(amaxes: torch.Tensor, x: torch.Tensor, slot: int) -> None:
-    """The formula above in plain PyTorch."""
-    bits = block_amax(x.reshape(1, -1), (WHOLE, WHOLE)).reshape(()).view(torch.int32)
-    recorded = amaxes.data.view(torch.int32)
-    recorded[slot] = torch.maximum(recorded[slot], bits)
-
-
-_library = torch.library.Library("fp8_compile", "FRAGMENT")
-_library.define("record_amax(Tensor(a!) amaxes, Tensor x, int slot) -> ()")
-_library.impl("record_amax", record_amax, "CompositeExplicitAutograd")
-torch.library.register_fake("fp8_compile::record_amax", lambda amaxes, x, slot: None, lib=_library)
-record_amax_op = torch.ops.fp8_compile.record_amax.default
+ATOMIC_MAX: Any = "atomic_max"  # a StoreMode
 _fallback = fallback_handler(record_amax_op, add_to_fallback_set=False)
 
 
 @register_lowering(record_amax_op, type_promotion_kind=None)
-def _lowering(amaxes, x, slot):  # type: ignore[no-untyped-def]
+def _lowering(amaxes: Any, x: Any, slot: int) -> Any:
     device = x.get_device()
-    if device.type == "cpu":
+    if device.type == "cpu" or not patches.active("atomic_max"):
         return _fallback(amaxes, x, slot)
     amaxes.realize()
     load = x.make_loader()
@@ -55,12 +34,15 @@ def _lowering(amaxes, x, slot):  # type: ignore[no-untyped-def]
         # As integers: a maximum of floats loses NaN, in tl.max as in the hardware's atomic.
         return ops.to_dtype_bitcast(ops.abs(ops.to_dtype(load(index), torch.float32)), torch.int32, torch.float32)
 
+    def place(index: Any) -> Any:
+        return [slot]
+
     scatter = ir.Scatter(
         device=device,
         dtype=amaxes.get_dtype(),
         inner_fn=magnitude_bits,
         ranges=list(x.get_size()),
-        output_indexer=lambda index: [slot],
+        output_indexer=place,
         scatter_mode=ATOMIC_MAX,
     )
     buffer = ir.ComputedBuffer(name=None, layout=ir.MutationLayoutSHOULDREMOVE(amaxes), data=scatter)
@@ -69,13 +51,13 @@ def _lowering(amaxes, x, slot):  # type: ignore[no-untyped-def]
     return None
 
 
-@extend(TritonKernel, "store")
-def _store(self, original, name, index, value, mode=None):  # type: ignore[no-untyped-def]
-    """Print an atomic max: of a tile, one."""
+@patches.extends("atomic_max", "torch._inductor.codegen.triton.TritonKernel.store")
+def _store(self: Any, original: Any, name: str, index: Any, value: Any, mode: Any = None) -> Any:
+    """Print an atomic max: one per tile."""
     if mode != ATOMIC_MAX:
         return original(self, name, index, value, mode)
     pointer = f"{self.args.output(name)}.to(tl.pointer_type(tl.int32), bitcast=True)"
-    # Behind the loop of a reduction there is neither its dimension nor its mask.
+    # After the loop of a reduction there is neither its dimension nor its mask.
     trees = [tree for tree in self.range_trees if self.inside_reduction or not tree.is_reduction]
     masks = [tree.mask_name() for tree in trees if not self._has_constant_mask(tree)]
     dense = f"tl.broadcast_to({value}, {self.dense_size_str()})"  # a value may lack a dimension that a mask has
@@ -86,13 +68,13 @@ def _store(self, original, name, index, value, mode=None):  # type: ignore[no-un
         self.outside_loop_vars.add(value)
 
 
-@extend(Scheduler, "fusable_read_and_write")
-def _fusable_read_and_write(self, original, read, write, **options):  # type: ignore[no-untyped-def]
+@patches.extends("atomic_max", "torch._inductor.scheduler.Scheduler.fusable_read_and_write")
+def _fusable_read_and_write(self: Any, original: Any, read: Any, write: Any, **options: Any) -> bool:
     """Two atomic maxima into one buffer may be in one kernel, in any order.
 
     The scheduler means to allow that for equal modes, but compares the name of the buffer after the second store with
-    that after the first (torch 2.13), which differ always.
+    that after the first, and these always differ.
     """
     if isinstance(read, StarDep) and read.mode == write.mode == ATOMIC_MAX:
-        return read.name == self.mutation_renames.get(write.name, write.name)
-    return original(self, read, write, **options)
+        return bool(read.name == self.mutation_renames.get(write.name, write.name))
+    return bool(original(self, read, write, **options))

@@ -1,14 +1,8 @@
-"""Sum the columns of a matrix over tiles of its rows, inside whatever kernel computes the matrix.
+"""The lowering of ``kernels/sum_tiles.py``: on a GPU a store with mode "tile_sum", elsewhere a call.
 
-    y[i, n] = sum of x[m, n] over TILE * i <= m < TILE * (i + 1)        x: [M, N] -> y: [ceil(M / TILE), N] fp32
-
-A bias's gradient is a sum over the rows of a gradient that is also quantized. To Inductor that is a reduction: a kernel
-of its own, which reads the gradient, or all that it is computed from, once more. Here it is a store: a pointwise value
-stored with mode "tile_sum", which Inductor fuses like any other store into the kernel that quantizes. That kernel
-works on tiles of TILE x TILE; each sums its columns and writes them once, so that the result never varies. What is
-left to sum is a TILE-th of the rows.
-
-The functions at the end teach Inductor 2.13 that mode, for Triton, and change nothing for kernels without such a store.
+The kernel works on square tiles of TILE_ROWS; each sums its columns and writes them once, so that the result never
+varies. The functions at the end teach Inductor that mode, for Triton, and change nothing for kernels without such a
+store. Where they do not fit the installed torch, the sums are a call on a GPU, too.
 """
 
 from __future__ import annotations
@@ -18,10 +12,9 @@ from typing import Any, Iterable
 import sympy
 import torch
 from torch._inductor import ir
-from torch._inductor.choices import InductorChoices
 from torch._inductor.codegen.common import DeferredLine
 from torch._inductor.codegen.simd import SIMDScheduling
-from torch._inductor.codegen.triton import FixedTritonConfig, TritonKernel
+from torch._inductor.codegen.triton import FixedTritonConfig
 from torch._inductor.dependencies import MemoryDep
 from torch._inductor.lowering import empty_strided, fallback_handler, register_lowering
 from torch._inductor.scheduler import SchedulerNode
@@ -29,46 +22,33 @@ from torch._inductor.utils import sympy_subs
 from torch._inductor.virtualized import V, ops
 from torch.utils._sympy.functions import FloorDiv
 
-from .extend import extend
+from fp8_compile.kernels.sum_tiles import TILE_ROWS, sum_tiles_op
+from fp8_compile.torch_internals import patches
 
-TILE = 64  # FP8 rows of 64 bytes: two sectors of a GPU's memory, in either layout
-LAUNCH = FixedTritonConfig({"XBLOCK": TILE, "YBLOCK": TILE, "num_warps": 8, "num_stages": 1})
-TILE_SUM = "tile_sum"
-
-
-def sum_tiles(x: torch.Tensor) -> torch.Tensor:
-    """The formula above in plain PyTorch."""
-    rows, cols = x.shape
-    return torch.nn.functional.pad(x.float(), (0, 0, 0, -rows % TILE)).view(-1, TILE, cols).sum(1)
-
-
-def _fake(x: torch.Tensor) -> torch.Tensor:
-    rows, cols = x.shape
-    return x.new_empty(((rows + TILE - 1) // TILE, cols), dtype=torch.float32)
-
-
-_library = torch.library.Library("fp8_compile", "FRAGMENT")
-_library.define("sum_tiles(Tensor x) -> Tensor")
-_library.impl("sum_tiles", sum_tiles, "CompositeExplicitAutograd")
-torch.library.register_fake("fp8_compile::sum_tiles", _fake, lib=_library)
-sum_tiles_op = torch.ops.fp8_compile.sum_tiles.default
+LAUNCH = FixedTritonConfig({"XBLOCK": TILE_ROWS, "YBLOCK": TILE_ROWS, "num_warps": 8, "num_stages": 1})
+TILE_SUM: Any = "tile_sum"  # a StoreMode
 _fallback = fallback_handler(sum_tiles_op, add_to_fallback_set=False)
 
 
 @register_lowering(sum_tiles_op, type_promotion_kind=None)
-def _lowering(x):  # type: ignore[no-untyped-def]
+def _lowering(x: Any) -> Any:
     device = x.get_device()
-    if device.type == "cpu":
+    if device.type == "cpu" or not patches.active("tile_sum"):
         return _fallback(x)
     rows, cols = x.get_size()
-    sums = empty_strided([FloorDiv(rows + TILE - 1, TILE), cols], None, dtype=torch.float32, device=device)
+    tiles = FloorDiv(rows + TILE_ROWS - 1, TILE_ROWS)
+    sums = empty_strided([tiles, cols], None, dtype=torch.float32, device=device)
     load = x.make_loader()
+
+    def place(index: Any) -> Any:
+        return [FloorDiv(index[0], TILE_ROWS), index[1]]
+
     scatter = ir.Scatter(
         device=device,
         dtype=torch.float32,
         inner_fn=lambda index: ops.to_dtype(load(index), torch.float32),
         ranges=[rows, cols],
-        output_indexer=lambda index: [FloorDiv(index[0], TILE), index[1]],
+        output_indexer=place,
         scatter_mode=TILE_SUM,
     )
     buffer = ir.ComputedBuffer(name=None, layout=ir.MutationLayoutSHOULDREMOVE(sums), data=scatter)
@@ -77,8 +57,8 @@ def _lowering(x):  # type: ignore[no-untyped-def]
     return sums
 
 
-@extend(TritonKernel, "store")
-def _store(self, original, name, index, value, mode=None):  # type: ignore[no-untyped-def]
+@patches.extends("tile_sum", "torch._inductor.codegen.triton.TritonKernel.store")
+def _store(self: Any, original: Any, name: str, index: Any, value: Any, mode: Any = None) -> Any:
     """Print the sums of a tile: a row of them, at the place of the tile's first row."""
     if mode != TILE_SUM:
         return original(self, name, index, value, mode)
@@ -96,18 +76,24 @@ def _store(self, original, name, index, value, mode=None):  # type: ignore[no-un
     self.outside_loop_vars.add(value)
 
 
-@extend(SIMDScheduling, "can_fuse_vertical", "can_fuse_horizontal")
-def _can_fuse(self, original, node1, node2):  # type: ignore[no-untyped-def]
+@patches.extends(
+    "tile_sum",
+    "torch._inductor.codegen.simd.SIMDScheduling.can_fuse_vertical",
+    "torch._inductor.codegen.simd.SIMDScheduling.can_fuse_horizontal",
+)
+def _can_fuse(self: Any, original: Any, node1: Any, node2: Any) -> bool:
     """Sums of tiles go with what can be computed tile by tile: not with reductions, nor with another order of loops."""
     nodes = [*node1.get_nodes(), *node2.get_nodes()]
     tilings = _tilings(nodes)
     if tilings and (len(set(tilings)) > 1 or not _in_tiles(nodes, tilings[0])):
         return False
-    return original(self, node1, node2)
+    return bool(original(self, node1, node2))
 
 
-@extend(InductorChoices, "triton_kernel_kwargs")
-def _triton_kernel_kwargs(self, original, kernel, features, groups, options):  # type: ignore[no-untyped-def]
+@patches.extends("tile_sum", "torch._inductor.choices.InductorChoices.triton_kernel_kwargs")
+def _triton_kernel_kwargs(
+    self: Any, original: Any, kernel: Any, features: Any, groups: list[Any], options: dict[str, Any]
+) -> dict[str, Any]:
     """A kernel with sums of tiles has rows and columns for its two dimensions, and its blocks are the tiles."""
     options = original(self, kernel, features, groups, options)
     tilings = _tilings(nodes := features.scheduler_nodes())
@@ -128,7 +114,7 @@ def _sums_tiles(node: SchedulerNode) -> bool:
 
 
 def _in_tiles(nodes: Iterable[Any], tiling: tuple[Any, ...]) -> bool:
-    """Whether each node's loops can be split into the two of the tiling."""
+    """True if each node's loops can be split into the two of the tiling."""
     groups = SIMDScheduling.create_tiling(tiling, [sympy.S.One])
     nodes = list(nodes)
     pointwise = not any(node.is_reduction() for node in nodes)

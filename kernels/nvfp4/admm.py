@@ -3,7 +3,7 @@
     minimise (w - z)^T H (w - z)   with z in NVFP4
     x = (H + rho I)^-1 (H w + rho (z - u));   z = nearest NVFP4 to x + u under the block's scales;   u += x - z
 
-Every few rounds the scales are swept anew for ``x + u``. The problem isn't convex, so an iterate may be worse than the
+Every few rounds the scales are swept again for ``x + u``. The problem isn't convex, so an iterate may be worse than the
 one before: each row keeps the best it has had, the start (``hessian``) among them.
 """
 

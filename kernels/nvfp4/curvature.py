@@ -83,7 +83,8 @@ def column_order(hessian: Tensor, count: int, order: str) -> Tensor:
 
 def _pivots(block: Tensor) -> Tensor:
     """The columns of a block, from the one of the least energy on, each given those before it."""
-    rest, found = block.double().clone(), []
+    rest = block.double().clone()
+    found: list[int] = []
     for _ in range(len(block)):
         energy = rest.diagonal().clone()
         energy[found] = torch.inf

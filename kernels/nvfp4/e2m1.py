@@ -54,7 +54,7 @@ def values_of(codes: Tensor) -> Tensor:
 def _table(device: torch.device) -> Tensor:
     """``VALUES``, then their negatives, made where they are needed: a copy from the host would wait for a GPU."""
     code = torch.arange(8, dtype=torch.int32, device=device)
-    normal = ((code >> 1) + 126 << 23 | (code & 1) << 22).view(torch.float32)  # exponent and one bit behind the point
+    normal = ((code >> 1) + 126 << 23 | (code & 1) << 22).view(torch.float32)  # exponent and one bit after the point
     values = torch.where(code < 2, 0.5 * code, normal)
     return torch.cat([values, -values])
 

@@ -18,7 +18,7 @@ from .curvature import ORDERS, column_order, definite, filled, inverse_factor
 from .feedback import TO_ZERO, round_blocks
 from .refine import refine
 from .scale_paths import best_scales
-from .weight import E4M3, blocks_of
+from .weight import SCALE_DTYPE, blocks_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +76,6 @@ def quantize(
         values, scales = refine(weights, values, scales, kept_zero, curvature, *chosen)
     codes = torch.empty(rows, count * size, dtype=torch.uint8, device=w.device)
     codes[:, order] = e2m1.codes_of(values).t()
-    block_scales = torch.empty(rows, count, dtype=E4M3, device=w.device)
-    block_scales[:, block_order] = scales.t().to(E4M3)
+    block_scales = torch.empty(rows, count, dtype=SCALE_DTYPE, device=w.device)
+    block_scales[:, block_order] = scales.t().to(SCALE_DTYPE)
     return e2m1.pack(codes), block_scales

@@ -11,6 +11,8 @@ times the squared error. The searches that follow try all scales.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -19,7 +21,7 @@ from . import e2m1
 from .curvature import filled
 from .scale_search import best_scales
 from .sweep import columns_of
-from .weight import E4M3, SCALE_CODES, block_scale_of, blocks_of, chunks, encode
+from .weight import SCALE_CODES, SCALE_DTYPE, block_scale_of, blocks_of, chunks, encode
 
 PASSES = 8  # the last of them change one scale in a hundred
 MARGIN = 1e-6  # of a row's error, that a change has to win: more than FP32 may be wrong by
@@ -44,12 +46,14 @@ def own_scales(blocks: Tensor, global_scale: Tensor, hessian: Tensor, progress: 
     roots, least = roots_of(hessian, blocks.shape[1])
     for index in tqdm(range(blocks.shape[1]), desc="hessian", disable=not progress, leave=False):
         x = columns_of(blocks[:, index : index + 1], global_scale)
-        root = roots[index]
-        scales, _ = best_scales(
-            x, start[:, index], lambda error, root=root: (root @ error).square_().sum(0), least[index]
-        )
+        scales, _ = best_scales(x, start[:, index], functools.partial(_weighted, roots[index]), least[index])
         block_scales[:, index] = scales
     return block_scales
+
+
+def _weighted(root: Tensor, error: Tensor) -> Tensor:
+    """``e^T H e`` of each column, H = root^T root."""
+    return (root @ error).square_().sum(0)
 
 
 def roots_of(hessian: Tensor, count: int) -> tuple[Tensor, list[float]]:
@@ -69,9 +73,9 @@ def _descended(blocks: Tensor, block_scales: Tensor, global_scale: Tensor, hessi
     rows, count, size = blocks.shape
     x = columns_of(blocks.view(rows, 1, -1), global_scale)  # [K, N]
     every = torch.tensor(SCALE_CODES, dtype=torch.uint8, device=x.device)
-    candidates = every.view(E4M3).to(torch.float32).view(1, -1, 1)
+    candidates = every.view(SCALE_DTYPE).to(torch.float32).view(1, -1, 1)
     codes = block_scales.view(torch.uint8).t().contiguous()  # [C, N]
-    scales = codes.view(E4M3).to(torch.float32).repeat_interleave(size, 0)
+    scales = codes.view(SCALE_DTYPE).to(torch.float32).repeat_interleave(size, 0)
     error = _rounded(x, scales).sub_(x)
     effect = hessian @ error
     y, step = (x.new_empty(size, len(every), rows) for _ in range(2))
@@ -96,7 +100,7 @@ def _descended(blocks: Tensor, block_scales: Tensor, global_scale: Tensor, hessi
             effect.addmm_(hessian[:, here], change)
         if not changed:
             break
-    return codes.t().contiguous().view(E4M3)
+    return codes.t().contiguous().view(SCALE_DTYPE)
 
 
 def _rounded(x: Tensor, scales: Tensor) -> Tensor:

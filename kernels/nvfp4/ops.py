@@ -19,7 +19,7 @@ from typing import Callable
 import torch
 from torch import Tensor
 
-from fp8_compile.kernels.define_op import define, library
+from fp8_compile.kernels.define_op import define
 from fp8_compile.kernels.operands import check_value
 
 from . import rtn
@@ -106,27 +106,6 @@ def activation_scale(x: Tensor) -> Tensor:
     return global_scale_of(amax, NEAREST_RANGE) + 0.0 * amax
 
 
-def _mm(
-    x: Tensor,
-    codes: Tensor,
-    block_scales: Tensor,
-    global_scale: Tensor,
-    bias: Tensor | None,
-    activations: str | None,
-    layout: str = STANDARD,
-) -> Tensor:
-    check_value("nvfp4_mm", "layout", layout, LAYOUTS)
-    if x.device.type == "cpu" and layout == INTERLEAVED and x.dtype != torch.float64:
-        from fp8_compile.kernels.cpu import nvfp4
-
-        return nvfp4.matmul(x, codes, block_scales, global_scale, bias, activations)
-    if x.is_cuda:
-        from fp8_compile.kernels.gpu import nvfp4_product
-
-        return nvfp4_product.product(x, codes, block_scales, global_scale, bias, activations, layout)
-    return reference(x, codes, block_scales, global_scale, bias, activations, layout)
-
-
 def reference(
     x: Tensor,
     codes: Tensor,
@@ -137,6 +116,7 @@ def reference(
     layout: str = STANDARD,
 ) -> Tensor:
     """``nvfp4_mm`` in plain PyTorch."""
+    check_value("nvfp4_mm", "layout", layout, LAYOUTS)
     weight = _dequantize(codes, block_scales, global_scale, x.shape[1], x.dtype, layout)
     x = x if activations is None else round_activations(x, activations)
     return torch.nn.functional.linear(x, weight, None if bias is None else bias.to(x.dtype))
@@ -154,14 +134,15 @@ round_activations_op = define(
     "nvfp4_round_activations(Tensor x, str activations) -> Tensor",
     round_activations,
     lambda x, activations: torch.empty_like(x, memory_format=torch.contiguous_format),
+    gradient=lambda ctx, grad: (grad, None),  # as if the rounding were not there
 )
 mm_op = define(
     "nvfp4_mm(Tensor x, Tensor codes, Tensor block_scales, Tensor global_scale, Tensor? bias, str? activations,"
     ' str layout="standard") -> Tensor',
-    _mm,
+    reference,
     lambda x, codes, block_scales, global_scale, bias, activations, layout="standard": x.new_empty(
         (x.shape[0], codes.shape[0])
     ),
+    cpu="fp8_compile.kernels.cpu.nvfp4:product",
+    cuda="fp8_compile.kernels.gpu.nvfp4_product:product",
 )
-# Gradients go through the rounding as if it were not there.
-torch.library.register_autograd("fp8_compile::nvfp4_round_activations", lambda ctx, grad: (grad, None), lib=library)

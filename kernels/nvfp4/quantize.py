@@ -11,7 +11,7 @@ gptq           scales and codes in sequence, errors fed forward, then descent   
 from __future__ import annotations
 
 import difflib
-from typing import Any
+from typing import Any, Callable
 
 import torch
 from torch import Tensor
@@ -52,7 +52,8 @@ def quantize_nvfp4(
         global_scale = _checked_global_scale(global_scale, w, name)
     if method in NEED_HESSIAN:
         _check_hessian(hessian, w, name)
-        keywords |= {"hessian": hessian.to(w.device), "progress": progress}  # type: ignore[union-attr]
+        assert hessian is not None, "check_method"
+        keywords |= {"hessian": hessian.to(w.device), "progress": progress}
     if not w.numel():
         empty = torch.empty(w.shape[0], -(-w.shape[1] // block_size), dtype=torch.float8_e4m3fn, device=w.device)
         codes = torch.empty(w.shape[0], empty.shape[1] * block_size // 2, dtype=torch.uint8, device=w.device)
@@ -61,7 +62,7 @@ def quantize_nvfp4(
     return NVFP4Weight(codes, block_scales, global_scale, w.shape[1])
 
 
-_FUNCTIONS = {
+_FUNCTIONS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "rtn": rtn.quantize,
     "four_over_six": sweep.four_over_six,
     "sweep": sweep.quantize,

@@ -1,4 +1,4 @@
-"""Descent from a rounded matrix: some blocks take what is best given all others, or all codes are searched anew.
+"""Descent from a rounded matrix: some blocks take what is best given all others, or all codes are searched again.
 
     minimise (q - w)^T H (q - w)
     a window:   t = q_b - H_bb^-1 (H (q - w))_b        what a few blocks would be if they could be anything;
@@ -6,7 +6,7 @@
     codes:      ``code_search.py``, under the scales there are
 
 Rows take what is better, so what comes out is never worse than what went in, under the H that is given. Windows are
-drawn anew for every pass, from a fixed seed.
+drawn again for every pass, from a fixed seed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .curvature import inverse_factor
 from .feedback import TO_ZERO, round_blocks
 from .scale_paths import best_scales
 
-BLOCKS = 4  # in a window
+WINDOW = 4  # blocks
 PATHS = 2  # ways to choose its scales; more gained nothing
 MARGIN = 1e-5  # of a window's error, that a change has to win: more than FP32 may be wrong by
 
@@ -40,7 +40,7 @@ def refine(
     generator = torch.Generator().manual_seed(0)
     descent.search(steps)
     for _ in range(passes):
-        for window in torch.randperm(len(scales), generator=generator).split(BLOCKS):
+        for window in torch.randperm(len(scales), generator=generator).split(WINDOW):
             descent.solve(window.sort().values.to(weights.device), candidates)
         descent.search(steps)
     return descent.values / descent.scales.repeat_interleave(descent.size, 0), descent.scales
@@ -57,7 +57,7 @@ class _Descent:
         return (values.view(len(scales), self.size, -1) * scales.unsqueeze(1)).view(values.shape)
 
     def solve(self, blocks: Tensor, candidates: tuple[int, int]) -> None:
-        """Choose scales and codes of some blocks anew."""
+        """Choose scales and codes of some blocks again."""
         here = (blocks.unsqueeze(1) * self.size + torch.arange(self.size, device=blocks.device)).flatten()
         within, before, zero = self.hessian[here][:, here], self.values[here], self.kept_zero[blocks]
         factor = inverse_factor(within)
@@ -71,7 +71,7 @@ class _Descent:
         self.gradient.addmm_(self.hessian[:, here], torch.where(better, proposed - before, 0.0))
 
     def search(self, steps: int) -> None:
-        """Choose all codes anew, under the scales there are."""
+        """Choose all codes again, under the present scales."""
         every = self.scales.repeat_interleave(self.size, 0)
         scales = torch.where(self.kept_zero, 0.0, self.scales).t()
         found = search_codes((self.values / every).t(), scales, self.gradient.t(), self.hessian, steps)

@@ -20,7 +20,7 @@ from fp8_compile.kernels.cpu import nvfp4_search
 
 from .feedback import TO_ZERO, Rounding
 from .scale_search import FIRST, LAST
-from .weight import E4M3, SMALLEST_SCALE, block_scale_of, chunks
+from .weight import SCALE_DTYPE, SMALLEST_SCALE, block_scale_of, chunks
 
 JOINED = 4  # blocks between updates of all later columns
 WIDTH = 1 << 16  # ways to round a block that are computed at once
@@ -116,7 +116,7 @@ def _candidates(weights: Tensor, candidates: tuple[int, int]) -> tuple[Tensor, T
     offsets = torch.arange(-candidates[0], candidates[1] + 1, device=weights.device)
     wanted = largest.view(torch.uint8).to(torch.int32) + offsets[:, None]
     byte = wanted.clamp(FIRST, LAST)
-    return byte.to(torch.uint8).view(E4M3).to(torch.float32), wanted != byte
+    return byte.to(torch.uint8).view(SCALE_DTYPE).to(torch.float32), wanted != byte
 
 
 def _chosen(x: Tensor, index: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from . import e2m1
-from .weight import E4M3, SCALE_CODES
+from .weight import SCALE_CODES, SCALE_DTYPE
 
 Objective = Callable[[Tensor], Tensor]  # errors [B, n], scratch that may be overwritten -> [n]
 FIRST, LAST = SCALE_CODES[0], SCALE_CODES[-1]
@@ -30,7 +30,7 @@ def squared_error(error: Tensor) -> Tensor:
 def best_scales(
     x: Tensor, start: Tensor, objective: Objective = squared_error, least: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """x: FP32 [B, n], a block a column; start: e4m3 [n], tried first and kept in a tie -> e4m3 [n], its objective
+    """x: FP32 [B, n], one block per column; start: e4m3 [n], tried first and kept in a tie -> e4m3 [n], its objective
     [n]."""
     first = start.view(torch.uint8).to(torch.int32)
     scratch = torch.empty_like(x), torch.empty_like(x)
@@ -49,11 +49,11 @@ def best_scales(
         torch.where(better, error, best[:n], out=best[:n])
         torch.where(better, candidate, code[:n], out=code[:n])
     inverse = torch.argsort(order)
-    return code[inverse].to(torch.uint8).view(E4M3), best[inverse]
+    return code[inverse].to(torch.uint8).view(SCALE_DTYPE), best[inverse]
 
 
 def _objective_at(x: Tensor, code: Tensor, objective: Objective, y: Tensor, step: Tensor) -> Tensor:
-    scale = code.to(torch.uint8).view(E4M3).to(torch.float32)
+    scale = code.to(torch.uint8).view(SCALE_DTYPE).to(torch.float32)
     torch.mul(x, scale.reciprocal(), out=y)
     return objective(e2m1.round_(y, step).mul_(scale).sub_(x))
 
@@ -76,5 +76,5 @@ def _candidates(x: Tensor, best: Tensor, least: float, scratch: tuple[Tensor, Te
 
 def _code_near(scale: Tensor, beside: int) -> Tensor:
     """The byte of the E4M3 number nearest to a scale, or the one beside it, so that rounding excludes nothing."""
-    byte = scale.clamp(0.0, 448.0).to(E4M3).view(torch.uint8).to(torch.int32)
+    byte = scale.clamp(0.0, 448.0).to(SCALE_DTYPE).view(torch.uint8).to(torch.int32)
     return (byte + beside).clamp_(FIRST, LAST)

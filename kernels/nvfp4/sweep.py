@@ -3,7 +3,7 @@
     sweep           s = argmin over all E4M3 numbers of  sum((s * e2m1(x / s) - x)**2)
     four_over_six   the same of two: the largest element is 6 times the scale, or 4 times
 
-Four over six (Cook et al., 2025): between 4 and 6 E2M1 has nothing, so that a block whose large elements lie close
+Four over six (Cook et al., 2025): between 4 and 6 E2M1 has nothing, so that a block whose large elements are close
 together is better off with 4 as its largest value.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import e2m1
 from .scale_search import best_scales, squared_error
-from .weight import E4M3, E4M3_MAX, SMALLEST_SCALE, block_scale_of, blocks_of, chunks, encode
+from .weight import E4M3_MAX, SCALE_DTYPE, SMALLEST_SCALE, block_scale_of, blocks_of, chunks, encode
 
 
 def quantize(w: Tensor, global_scale: Tensor, block_size: int = 16) -> tuple[Tensor, Tensor]:
@@ -33,13 +33,14 @@ def four_over_six(w: Tensor, global_scale: Tensor, block_size: int = 16) -> tupl
     blocks = blocks_of(w, block_size)
     amax = blocks.abs().amax(-1)
     six = block_scale_of(amax, global_scale)
-    four = (amax / 4.0 / global_scale).clamp(SMALLEST_SCALE, E4M3_MAX).to(E4M3)
+    four = (amax / 4.0 / global_scale).clamp(SMALLEST_SCALE, E4M3_MAX).to(SCALE_DTYPE)
     block_scales = torch.empty_like(six)
     for part in chunks(blocks.shape[0], blocks.shape[1] * block_size):
         x = columns_of(blocks[part], global_scale)
         errors = [_error(x, scales[part].flatten()) for scales in (six, four)]
         better = (errors[1] < errors[0]).view(six[part].shape)
-        block_scales[part] = torch.where(better, four[part].view(torch.uint8), six[part].view(torch.uint8)).view(E4M3)
+        by_four, by_six = (scales[part].view(torch.uint8) for scales in (four, six))
+        block_scales[part] = torch.where(better, by_four, by_six).view(SCALE_DTYPE)
     return encode(blocks, block_scales, global_scale), block_scales
 
 

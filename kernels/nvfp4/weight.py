@@ -15,7 +15,7 @@ from torch import Tensor
 from . import e2m1
 
 BLOCK_SIZES = (16, 32)  # 16 is NVFP4; 32 is what early sketches of the format had
-E4M3 = torch.float8_e4m3fn
+SCALE_DTYPE = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 SMALLEST_SCALE = 2.0**-9
 SAFE_GLOBAL_SCALE = 2.0**-118  # (1 / it) / SMALLEST_SCALE is finite
@@ -47,9 +47,10 @@ class NVFP4Weight:
         return dequantize(self.codes, self.block_scales, self.global_scale, self.columns, dtype)
 
     def to(self, device: torch.device | str) -> NVFP4Weight:
-        return NVFP4Weight(
-            *(part.to(device) for part in (self.codes, self.block_scales, self.global_scale)), self.columns
+        codes, block_scales, global_scale = (
+            part.to(device) for part in (self.codes, self.block_scales, self.global_scale)
         )
+        return NVFP4Weight(codes, block_scales, global_scale, self.columns)
 
 
 def block_size_of(codes: Tensor, block_scales: Tensor) -> int:
@@ -78,7 +79,7 @@ def global_scale_of(amax: Tensor, block_range: float) -> Tensor:
 
 def block_scale_of(amax: Tensor, global_scale: Tensor, smallest: float = SMALLEST_SCALE) -> Tensor:
     """``e4m3(clamp((amax / 6) / global, smallest, 448))``."""
-    return (amax / e2m1.LARGEST / global_scale).clamp(smallest, E4M3_MAX).to(E4M3)
+    return (amax / e2m1.LARGEST / global_scale).clamp(smallest, E4M3_MAX).to(SCALE_DTYPE)
 
 
 def multiplier_of(block_scales: Tensor, global_scale: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Callable
 import torch
 from torch import Tensor, fx
 
-from fp8_compile.kernels.inductor.materialize import stored_op
+from fp8_compile.kernels.materialize import materialize_op
 
 from ..graph.arguments import arguments, input_of
 from ..graph.emit import emit, inline, value
@@ -110,6 +110,6 @@ def _replace(
     graph: fx.Graph, node: fx.Node, like: fx.Node, function: Callable[..., Tensor], row: fx.Node, *args: object
 ) -> None:
     with graph.inserting_before(node):
-        opened = inline(graph, function, emit(graph, stored_op, row, like=like), *args, like=like)
+        opened = inline(graph, function, emit(graph, materialize_op, row, like=like), *args, like=like)
     node.replace_all_uses_with(opened)
     graph.erase_node(node)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from fp8_compile.kernels.cast_blocks import cast_blocks_op
 from fp8_compile.kernels.formats import BY_DTYPE
-from fp8_compile.kernels.inductor.cast_blocks import cast_blocks_op
 
 from ..graph.arguments import arguments
 from ..graph.emit import emit, value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from fp8_compile.kernels.inductor.relayout import relayout_op
+from fp8_compile.kernels.relayout import relayout_op
 
 from ..graph.emit import emit
 from ..graph.marks import Kind, source_of

@@ -8,10 +8,11 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fp8_compile.kernels.inductor.cast_blocks import cast_blocks_op
-from fp8_compile.kernels.inductor.record_amax import record_amax_op
-from fp8_compile.kernels.inductor.sum_tiles import TILE, sum_tiles_op
+from fp8_compile.kernels.cast_blocks import cast_blocks_op
 from fp8_compile.kernels.quantize import WHOLE
+from fp8_compile.kernels.record_amax import record_amax_op
+from fp8_compile.kernels.sum_tiles import TILE_ROWS, sum_tiles_op
+from fp8_compile.torch_internals import patches
 
 from ..graph.arguments import arguments, input_of
 from ..graph.emit import emit, value
@@ -34,6 +35,8 @@ class SumInQuantizes(GraphPass):
     """
 
     def run(self, graph: fx.Graph) -> PassReport:
+        if not patches.active("tile_sum"):  # Inductor's own reduction, then
+            return PassReport(0, "sums over rows made where gradients are quantized")
         delayed = [input_of(node, 1) for node in graph.find_nodes(op="call_function", target=record_amax_op)]
         casts = graph.find_nodes(op="call_function", target=cast_blocks_op)
         by_one_scale = [input_of(node) for node in casts if tuple(arguments(node)[3]) == (WHOLE, WHOLE)]
@@ -68,4 +71,4 @@ def _is_over_rows(node: fx.Node) -> bool:
     dims = sorted(dim % x.dim() for dim in over or range(x.dim()))
     rows = math.prod(x.shape[:-1])
     over_rows = dims == list(range(x.dim() - 1)) and isinstance(x.shape[-1], int)
-    return over_rows and not statically_known_true(rows <= TILE)
+    return over_rows and not statically_known_true(rows <= TILE_ROWS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from fp8_compile.kernels.cpu import update_scales as _registered  # noqa: F401  for CPUs
 from fp8_compile.kernels.delayed_scaling import (
     accumulate_in_place_op,
     accumulate_op,
@@ -15,7 +14,8 @@ from fp8_compile.kernels.delayed_scaling import (
     update_in_place_op,
     update_op,
 )
-from fp8_compile.kernels.inductor.record_amax import record_amax_op
+from fp8_compile.kernels.record_amax import record_amax_op
+from fp8_compile.torch_internals import patches
 
 from ..graph.arguments import arguments
 from ..graph.emit import call_triton, emit, first_call, value
@@ -103,6 +103,9 @@ class _OnGpu:
     @staticmethod
     def record(graph: fx.Graph, node: fx.Node) -> None:
         amaxes, recorded, rows, _ = arguments(node)
+        in_kernels = patches.active("atomic_max")
         for amax, row in zip(recorded, rows):
-            with graph.inserting_before(amax):
-                emit(graph, record_amax_op, amaxes, source_of(amax, Kind.SCALES), row, like=amax)
+            # Without atomic stores the amax is reduced as it stands in the graph, and only the result is recorded.
+            with graph.inserting_before(amax if in_kernels else node):
+                tensor = source_of(amax, Kind.SCALES) if in_kernels else amax
+                emit(graph, record_amax_op, amaxes, tensor, row, like=amax)

@@ -62,6 +62,7 @@ def test_every_kernel_compiles_for_an_h100_in_every_configuration_without_spills
     assert {kernel.name for kernel in compiled} == set(kernel_sources(source))
     assert all(kernel.cubin_bytes > 0 and 0 < kernel.registers < 255 for kernel in compiled)
     assert [(kernel.name, kernel.config, kernel.spills) for kernel in compiled if kernel.spills] == []
+    assert [(kernel.name, kernel.nan_clamps) for kernel in compiled if kernel.nan_clamps] == []
 
 
 def test_a_b200_gets_every_tensor_once(delayed_100, torchao_90) -> None:
@@ -76,6 +77,7 @@ def test_every_kernel_compiles_for_a_b200_without_spills(delayed_100, direction)
     assert [kernel.name for kernel in compiled] == list(kernel_sources(source))
     assert all(kernel.cubin_bytes > 0 for kernel in compiled)
     assert [(kernel.name, kernel.config, kernel.spills) for kernel in compiled if kernel.spills] == []
+    assert [(kernel.name, kernel.nan_clamps) for kernel in compiled if kernel.nan_clamps] == []
 
 
 @pytest.mark.parametrize(

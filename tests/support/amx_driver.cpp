@@ -19,22 +19,7 @@
 #include <vector>
 
 #include "fp8_formats.h"
-
-extern "C" {
-int fp8_probe();
-void nvfp4_matmul(const void* x, int64_t m, int64_t k, int64_t stride, int dtype, const void* codes, const void* scales,
-                  int64_t n, int64_t padded_k, float global_scale, const void* bias, int bias_dtype, int arithmetic,
-                  void* y, int threads);
-void fp8_weight_mm(const void* x, int64_t m, int64_t k, int64_t stride, int dtype, const uint8_t* codes,
-                   const float* scales, int64_t n, const float* bias, void* y, int threads);
-void fp8_scaled_mm(int64_t m, int64_t n, int64_t k,
-                   const void* left, int64_t left_stride, int64_t left_k_stride, int left_e5m2,
-                   const float* left_scales, int64_t left_scale_stride, int64_t left_scale_k_stride, int64_t left_lines,
-                   const void* right, int64_t right_stride, int64_t right_k_stride, int right_e5m2,
-                   const float* right_scales, int64_t right_scale_stride, int64_t right_scale_k_stride,
-                   int64_t right_lines, const float* bias, void* out, int dtype, int64_t out_stride, int accumulate,
-                   int threads);
-}
+#include "kernels.h"
 
 namespace {
 

@@ -15,7 +15,7 @@ from torch import nn
 import fp8_compile
 from fp8_compile.kernels.delayed_scaling import DEQUANT, QUANT, cast_delayed
 from fp8_compile.kernels.fingerprint import sample_offsets
-from fp8_compile.kernels.gpu import quantize_many, quantize_transpose, tile
+from fp8_compile.kernels.gpu import quantize_many, tile
 from fp8_compile.scaling import weight_cache
 from fp8_compile.scaling.cached_weight import CachedWeight
 from fp8_compile.scaling.weight_cache import WeightCache
@@ -183,7 +183,7 @@ class OnGpu:
         self.look()
 
     def look(self) -> None:
-        with interpreted(quantize_many, quantize_transpose, tile):
+        with interpreted(quantize_many, tile):
             weights = {entry: entry.current() for entry in self.cache.copies()}
             self.cache.ensure_fresh(weights, self.sampler)
 

@@ -14,7 +14,7 @@ from uncompiled import UncompiledBackend
 
 import fp8_compile
 from fp8_compile.kernels.delayed_scaling import DEQUANT, QUANT, cast_delayed
-from fp8_compile.kernels.gpu import quantize_many, quantize_transpose, tile
+from fp8_compile.kernels.gpu import quantize_many, tile
 from fp8_compile.scaling.cached_weight import CachedWeight
 from fp8_compile.scaling.model_state import request
 from fp8_compile.scaling.weight_cache import WeightCache
@@ -206,7 +206,7 @@ def test_the_launch_for_gpus_writes_what_the_cpu_writes(generator, target: str) 
     entries = list(on_cpu.entries.values())
     for entry, weight in zip(entries, weights):
         on_cpu.writer.quantize_on_cpu({entry: weight})
-    with interpreted(quantize_many, quantize_transpose, tile):
+    with interpreted(quantize_many, tile):
         on_gpu.writer.quantize_on_gpu(dict(zip(on_gpu.entries.values(), weights)))
     for expected, found in zip(entries, on_gpu.entries.values()):
         check_same(found.codes, expected.codes)
@@ -222,7 +222,7 @@ def test_a_refresh_after_the_first_steps_copies_nothing_from_the_host(warm) -> N
     """A copy from the host waits for the device; the first refresh makes what the later ones need."""
     _, _, cache = warm
     stale = {entry: entry.current() for entry in cache.copies()}
-    with interpreted(quantize_many, quantize_transpose, tile):
+    with interpreted(quantize_many, tile):
         cache.writer.quantize_on_gpu(stale)
         with CalledOps() as ops:
             cache.writer.set_scales(stale)

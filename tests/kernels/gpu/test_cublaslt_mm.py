@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._inductor import config as inductor_config
 from torch.utils.flop_counter import FlopCounterMode
 
+import fp8_compile.kernels.inductor  # noqa: F401  registers the lowering
 from fp8_compile.kernels.gpu import cublaslt, cublaslt_mm
 from fp8_compile.kernels.gpu.cublaslt import CublasLt, CublasLtError
 from fp8_compile.kernels.gpu.cublaslt_mm import Operands, by_cublaslt, check, cublaslt_mm_op, reference

@@ -163,6 +163,30 @@ def test_inf_nan_zeros_and_an_empty_matrix_stay_with_their_own_matrix(generator)
     assert matrices[0].amax == torch.inf and matrices[1].amax.isnan() and matrices[4].amax.isfinite()
 
 
+def test_nan_in_one_tile_wins_over_inf_in_another(generator) -> None:
+    x = torch.randn(70, 80, generator=generator)
+    x[3, 70] = -torch.inf
+    one, other = matrix(x.clone(), 20.0), matrix(x, 20.0)
+    x[69, 0] = torch.nan
+    check([one, other])
+    assert one.amax == torch.inf and other.amax.isnan()
+
+
+def test_a_larger_amax_that_was_recorded_before_stays_and_a_smaller_one_goes() -> None:
+    matrices = [matrix(torch.tensor([[-3.0, 2.0]]), 20.0) for _ in range(3)]
+    for one, before in zip(matrices, (5.0, 1.0, torch.nan)):
+        one.amax.fill_(before)
+    launch(QuantizeMany(matrices))
+    assert matrices[0].amax == 5.0 and matrices[1].amax == 3.0 and matrices[2].amax.isnan()
+
+
+@pytest.mark.parametrize("format", list(BY_DTYPE.values()), ids=str)
+def test_any_scale_gives_what_the_reference_gives(format: Format) -> None:
+    """Values beyond the largest saturate, tiny ones keep their sign, a NaN of the scale reaches every element."""
+    x = torch.tensor([[0.0, -0.0, 1e-45, -1e-40, 1e-30, -1e-12, 1.0, -1.0, 1e30, -3e38]])
+    check([matrix(x, scale, format) for scale in (0.0, 1e-38, 1.0, 1e10, 1e30, torch.inf, torch.nan)])
+
+
 def test_a_matrix_that_is_not_contiguous_is_refused() -> None:
     with pytest.raises(ValueError, match="contiguous"):
         QuantizeMany([matrix(torch.zeros(4, 6).t(), 1.0)])

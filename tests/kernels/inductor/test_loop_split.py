@@ -5,17 +5,15 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import pytest
 import sympy
 import torch
 from against_eager import LEAST_DB, snr
 from torch import nn
-from torch._inductor.codegen.cpp import CppScheduling
 from torch.utils._sympy.functions import FloorDiv
 
 from fp8_compile import Backend, Config
-from fp8_compile.kernels.cpu import quantize  # noqa: F401  importing the ops installs it
 from fp8_compile.kernels.inductor import loop_split
+from fp8_compile.torch_internals import patches
 
 
 def node(*shape: int) -> SimpleNamespace:
@@ -26,35 +24,31 @@ def node(*shape: int) -> SimpleNamespace:
     return SimpleNamespace(node=SimpleNamespace(data=None, get_default_sizes_body=lambda: body))
 
 
-@pytest.fixture
-def split(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """The nodes that reach Inductor's own function."""
-    seen: list[object] = []
-    monkeypatch.setattr(loop_split, "_split", lambda self, nodes: seen.extend(nodes) or ["split"])
-    return seen
+def split(self: None, nodes: list[SimpleNamespace]) -> list[str]:
+    """Stands for Inductor's own function."""
+    return [f"split {len(nodes)}"]
 
 
-def test_it_is_installed_with_the_cpu_kernels() -> None:
-    assert CppScheduling.try_loop_split is loop_split.try_loop_split
+def test_it_is_applied() -> None:
+    assert patches.active("loop_split")
 
 
-def test_loops_over_equal_shapes_are_split_by_inductor(split: list[object]) -> None:
-    nodes = [node(512, 1024), node(512, 1024)]
-    assert loop_split.try_loop_split(None, nodes) == ["split"] and split == nodes
+def test_loops_over_equal_shapes_are_split_by_inductor() -> None:
+    assert loop_split.try_loop_split(None, split, [node(512, 1024), node(512, 1024)]) == ["split 2"]
 
 
-def test_loops_over_different_shapes_stay_as_they_are(split: list[object]) -> None:
+def test_loops_over_different_shapes_stay_as_they_are() -> None:
     nodes = [node(512, 1024), node(1024, 512)]
-    assert loop_split.try_loop_split(None, nodes) is nodes and not split
+    assert loop_split.try_loop_split(None, split, nodes) is nodes
 
 
-def test_a_loop_that_is_no_multiple_of_its_divisor_stays_as_it_is(split: list[object]) -> None:
+def test_a_loop_that_is_not_a_multiple_of_its_divisor_stays_as_it_is() -> None:
     nodes = [node(24, 144)]
-    assert loop_split.try_loop_split(None, nodes) is nodes and not split
+    assert loop_split.try_loop_split(None, split, nodes) is nodes
 
 
 def test_blocks_that_do_not_fill_a_row_are_written_to_its_end() -> None:
-    """The last 16 of 144 elements were left as they lay in memory."""
+    """The last 16 of 144 elements were left as they were in memory."""
     model = nn.Linear(144, 32)
     compiled = torch.compile(model, backend=Backend(Config(recipe="blockwise")), dynamic=False)
     x = torch.randn(24, 144, requires_grad=True)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from fp8_compile.kernels.inductor.relayout import relayout, relayout_op
+from fp8_compile.kernels.relayout import relayout, relayout_op
 
 dtypes = [format.dtype for format in reference.FORMATS]
 

@@ -8,21 +8,21 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from fp8_compile.kernels.inductor.sum_tiles import TILE, sum_tiles, sum_tiles_op
+from fp8_compile.kernels.sum_tiles import TILE_ROWS, sum_tiles, sum_tiles_op
 
 
-@pytest.mark.parametrize("rows", [0, 1, TILE - 1, TILE, TILE + 1, 5 * TILE + 3])
+@pytest.mark.parametrize("rows", [0, 1, TILE_ROWS - 1, TILE_ROWS, TILE_ROWS + 1, 5 * TILE_ROWS + 3])
 def test_each_row_of_the_result_is_the_sum_of_a_tile(rows: int) -> None:
     x = torch.randn(rows, 24).bfloat16().t().contiguous().t()  # columns lie in memory
     result = sum_tiles_op(x)
-    assert result.shape == (math.ceil(rows / TILE), 24) and result.dtype is torch.float32
-    for index, tile in enumerate(x.double().split(TILE) if rows else ()):
+    assert result.shape == (math.ceil(rows / TILE_ROWS), 24) and result.dtype is torch.float32
+    for index, tile in enumerate(x.double().split(TILE_ROWS) if rows else ()):
         torch.testing.assert_close(result[index].double(), tile.sum(0), rtol=1e-6, atol=1e-5)
 
 
 def test_what_is_not_finite_reaches_its_own_column_of_its_own_tile() -> None:
-    x = torch.ones(3 * TILE, 8)
-    x[TILE, 2], x[TILE + 1, 3] = torch.nan, torch.inf
+    x = torch.ones(3 * TILE_ROWS, 8)
+    x[TILE_ROWS, 2], x[TILE_ROWS + 1, 3] = torch.nan, torch.inf
     result = sum_tiles(x)
     assert result[1, 2].isnan() and result[1, 3] == torch.inf
     assert result.isfinite().sum() == result.numel() - 2

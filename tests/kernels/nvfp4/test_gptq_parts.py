@@ -15,7 +15,7 @@ from fp8_compile.kernels.nvfp4.curvature import damped, inverse_factor
 from fp8_compile.kernels.nvfp4.feedback import TO_ZERO, round_blocks
 from fp8_compile.kernels.nvfp4.refine import refine
 from fp8_compile.kernels.nvfp4.scale_paths import best_scales
-from fp8_compile.kernels.nvfp4.weight import E4M3
+from fp8_compile.kernels.nvfp4.weight import SCALE_DTYPE
 
 SIZE = 16
 
@@ -43,7 +43,7 @@ def scaled(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def start_scales(weights: torch.Tensor) -> torch.Tensor:
-    return (weights.abs().view(-1, SIZE, weights.shape[1]).amax(1) / 6).to(E4M3).float()
+    return (weights.abs().view(-1, SIZE, weights.shape[1]).amax(1) / 6).to(SCALE_DTYPE).float()
 
 
 def test_rounding_with_feedback_is_gptq_as_the_formula_has_it() -> None:
@@ -80,8 +80,8 @@ def test_with_paths_enough_for_all_ways_the_search_finds_the_best_of_all() -> No
         scales, now = [], weights
         for block, offset in enumerate(way):
             largest = now[block * SIZE : (block + 1) * SIZE].abs().amax(0) / 6
-            byte = largest.clamp(2.0**-9, 448.0).to(E4M3).view(torch.uint8).int() + offset
-            scales.append(byte.clamp(1, 126).to(torch.uint8).view(E4M3).float())
+            byte = largest.clamp(2.0**-9, 448.0).to(SCALE_DTYPE).view(torch.uint8).int() + offset
+            scales.append(byte.clamp(1, 126).to(torch.uint8).view(SCALE_DTYPE).float())
             taken = torch.where(kept_zero.t()[: block + 1], TO_ZERO, torch.stack(scales))
             now = _left(weights, taken, factor)
         least = torch.minimum(least, total(torch.stack(scales)))
@@ -108,7 +108,7 @@ def test_no_row_is_worse_after_the_descent_and_zeros_stay() -> None:
     for passes in (0, 1, 3):
         after, chosen = refine(weights, values, scales, kept_zero, h, passes, 20, (2, 6))
         assert torch.equal(after, e2m1.rounded(after)), "values of E2M1"
-        assert torch.equal(chosen, chosen.to(E4M3).float())
+        assert torch.equal(chosen, chosen.to(SCALE_DTYPE).float())
         assert not after[2 * SIZE : 3 * SIZE, :8].any()
         costs.append(cost(scaled(after, chosen), weights, h))
     for before, after in itertools.pairwise(costs):
@@ -135,7 +135,7 @@ def test_the_search_of_scales_in_cpp_finds_what_its_reference_finds(size: int, b
     expected = scale_paths.reference(*arguments).t()
     for kernels in libraries():
         found = nvfp4_search.scale_paths(kernels, *arguments).t()
-        assert torch.equal(found, found.to(E4M3).float())
+        assert torch.equal(found, found.to(SCALE_DTYPE).float())
         # Sums are not in the same order: where two ways cost the same but for rounding, either may be taken.
         assert (found == expected).all(0).float().mean() > 0.8
         torch.testing.assert_close(spent(found), spent(expected), rtol=0.02, atol=0)

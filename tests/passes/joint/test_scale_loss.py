@@ -7,8 +7,8 @@ import torch
 from joint_graph import split
 from torch import fx, nn
 
-from fp8_compile.kernels.inductor.record_amax import record_amax_op
 from fp8_compile.kernels.overflow import largest_magnitude, raise_overflow, raise_overflow_op
+from fp8_compile.kernels.record_amax import record_amax_op
 from fp8_compile.passes.graph.fp8_gemm import fp8_gemm
 from fp8_compile.passes.graph.marks import Kind, mark_of
 from fp8_compile.passes.split.flag_overflow_in_place import FlagOverflowInPlace

@@ -14,8 +14,8 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from fp8_compile.kernels.inductor.cast_blocks import cast_blocks_op
-from fp8_compile.kernels.inductor.record_amax import record_amax_op
+from fp8_compile.kernels.cast_blocks import cast_blocks_op
+from fp8_compile.kernels.record_amax import record_amax_op
 from fp8_compile.passes.split.sum_in_quantizes import SumInQuantizes
 
 
