@@ -3,18 +3,25 @@
 PYTHON ?= python3
 JOBS   ?= 2
 SECONDS ?= 300
-VENV   := .venv
+DEFAULT_TORCH := 2.13.0
+TORCH  ?= $(DEFAULT_TORCH)
+# An environment of its own for each release of torch that is asked for.
+VENV   := .venv$(if $(filter $(DEFAULT_TORCH),$(TORCH)),,-$(TORCH))
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet install
 BASE   := $(VENV)/.installed-base
 TEST   := $(VENV)/.installed-test
 LINT   := $(VENV)/.installed-lint
+# torch first and by its exact version: from a range pip would take the newest release, with 3 GB of CUDA packages. Named
+# again beside what is installed after it, so that nothing replaces it.
+WITH_TORCH := 'torch==$(TORCH)'
 
 .PHONY: help demo test fuzz bench lint clean
 .DEFAULT_GOAL := help
 
 help:            ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo "With TORCH=2.15.0 each of them runs on that torch, in .venv-2.15.0; without it on $(DEFAULT_TORCH), in .venv."
 
 demo: $(BASE)    ## train a small language model in FP8 next to full precision
 	$(BIN)/python examples/quickstart.py
@@ -40,8 +47,8 @@ lint: $(LINT)    ## check style (ruff) and types (mypy)
 	@ln -s $(CURDIR)/fp8_compile/* $(CURDIR)/passes $(CURDIR)/kernels $(LINKED)
 	cd build/lint && $(CURDIR)/$(BIN)/python -m mypy --config-file $(CURDIR)/pyproject.toml -p fp8_compile
 
-clean:           ## remove the virtual environment and everything built or dumped
-	rm -rf $(VENV) build dist *.egg-info fp8_dumps .pytest_cache .hypothesis .ruff_cache
+clean:           ## remove the virtual environments and everything built or dumped
+	rm -rf .venv .venv-* build dist *.egg-info fp8_dumps .pytest_cache .hypothesis .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -50,13 +57,14 @@ $(BIN)/python:
 
 # The stamps are newer than pyproject.toml once its requirements are installed; a second run installs nothing.
 $(BASE): pyproject.toml | $(BIN)/python
-	@echo "installing fp8_compile and torch into $(VENV): a minute or more"
-	$(PIP) --editable .
+	@echo "installing fp8_compile and torch $(TORCH) into $(VENV): a minute or more"
+	$(PIP) $(WITH_TORCH)
+	$(PIP) $(WITH_TORCH) --editable .
 	@touch $@
 
 $(TEST): pyproject.toml $(BASE)
 	@echo "installing what the tests need into $(VENV)"
-	$(PIP) --editable '.[test,bench]'
+	$(PIP) $(WITH_TORCH) --editable '.[test,bench]'
 	@touch $@
 
 # mypy reads the types of torch and of what the tests install, so these come first.

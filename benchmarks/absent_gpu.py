@@ -239,6 +239,7 @@ def _stand_ins(capability: int) -> Iterator[contextlib.AbstractContextManager[An
         set_rng_state=always(None),
         set_device=always(None),
         synchronize=always(None),
+        is_current_stream_capturing=always(False),  # Dynamo 2.15 asks: in a CUDA build the driver would answer
         _exchange_device=always(0),
         _maybe_exchange_device=always(0),
         _lazy_init=always(None),

@@ -64,6 +64,8 @@ class Target:
         """Return the target for a device of this machine."""
         if device.type == "cpu":
             return CPU
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"device {device.type!r} is not on this machine; set target='cuda:90' or the like")
         if device.type == "cuda" and torch.version.hip:
             return cls.parse("hip:" + torch.cuda.get_device_properties(device).gcnArchName.split(":")[0])
         if device.type == "cuda":

@@ -9,6 +9,7 @@ from torch import fx
 
 from fp8_compile.config import Config
 from fp8_compile.report import Report
+from fp8_compile.torch_internals.releases import warn_of_newer_release
 
 from .double_backward import reject_double_backward
 from .graph import compile_graph
@@ -37,6 +38,7 @@ class Backend:
     ) -> Callable[..., Any]:
         if options:
             raise ValueError(f"options {sorted(options)} and a Backend object contradict: put them in its Config")
+        warn_of_newer_release()
         compiled, report = compile_graph(gm, example_inputs, self.config, mode)
         self.reports.append(report)
         log.info("%s", report.summary())

@@ -18,13 +18,12 @@ from typing import Callable, Literal
 
 import torch
 
-from fp8_compile.torch_internals import onednn, patches
+from fp8_compile.torch_internals import onednn, patches, releases
 from fp8_compile.torch_internals.inductor import NoCompiler, cache_folder, cpp_compiler
 
 Status = Literal["ok", "note", "bad"]
 # Flags of /proc/cpuinfo that our kernels and Inductor's code make use of, the best last.
 CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8")
-TORCH, TRITON = "2.13.", "3.7."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,20 +58,28 @@ def python() -> Check:
 
 
 def pytorch() -> Check:
-    if not torch.__version__.startswith(TORCH):
-        remedy = f"pip install 'torch=={TORCH}*': the passes rely on its internals"
-        return Check("torch", "bad", torch.__version__, remedy)
-    return Check("torch", "ok", torch.__version__)
+    version = str(torch.__version__)
+    standing = releases.standing_of(releases.torch_release())
+    wanted = f"torch>={releases.name_of(releases.OLDEST)}, up to {releases.name_of(releases.NEWEST)}"
+    if standing is releases.Standing.OLDER:
+        remedy = f"pip install 'torch=={releases.name_of(releases.NEWEST)}.*': the passes rely on internals of {wanted}"
+        return Check("torch", "bad", version, remedy)
+    if standing is releases.Standing.NEWER:
+        return Check("torch", "note", version, f"{standing.value}; tested with {wanted}")
+    return Check("torch", "ok", version)
 
 
 def triton() -> Check:
+    wanted = releases.SUPPORTED.get(releases.torch_release())
+    named = f"triton=={releases.name_of(wanted)}.*" if wanted else "triton"
     try:
         version = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
         status: Status = "bad" if torch.cuda.is_available() else "note"
-        return Check("triton", status, "not installed", f"pip install 'triton=={TRITON}*'; code for GPUs needs it")
-    if not version.startswith(TRITON):
-        return Check("triton", "bad", version, f"pip install 'triton=={TRITON}*': it goes with torch {TORCH}x")
+        return Check("triton", status, "not installed", f"pip install '{named}'; code for GPUs needs it")
+    if wanted and releases.release_of(version) != wanted:
+        goes_with = f"it goes with torch {releases.name_of(releases.torch_release())}"
+        return Check("triton", "bad", version, f"pip install '{named}': {goes_with}")
     return Check("triton", "ok", version)
 
 

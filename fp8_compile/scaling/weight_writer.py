@@ -18,8 +18,8 @@ from torch import Tensor
 from fp8_compile.kernels.cpu.quantize import quantize_delayed_op
 from fp8_compile.kernels.delayed_scaling import DEQUANT, QUANT, cast_delayed, first_scale
 from fp8_compile.kernels.formats import E4M3, E5M2
-from fp8_compile.kernels.inductor.record_amax import record_amax
 from fp8_compile.kernels.quantize import WHOLE, block_amax
+from fp8_compile.kernels.record_amax import record_amax
 from fp8_compile.passes.graph.slot import Place
 from fp8_compile.torch_internals.graphs import is_fake, real_tensors
 from fp8_compile.torch_internals.modules import local_part

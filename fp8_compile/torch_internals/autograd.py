@@ -38,5 +38,5 @@ def largest_magnitudes(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def accelerator() -> str:
     """The type of the device that this machine computes on: "cpu" where it has no other."""
-    found = torch.accelerator.current_accelerator()
+    found = torch.accelerator.current_accelerator(check_available=True)  # a CUDA build names "cuda" without a GPU, too
     return found.type if found is not None else "cpu"

@@ -25,9 +25,12 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
+from . import releases
+
 log = logging.getLogger("fp8_compile")
 Function = TypeVar("Function", bound=Callable[..., Any])
-TORCH, TRITON = ("2.13", "2.14", "2.15"), ("3.7", "3.8", "3.9")
+TORCH = tuple(map(releases.name_of, releases.SUPPORTED))
+TRITON = tuple(map(releases.name_of, releases.SUPPORTED.values()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,10 +118,11 @@ TABLE: dict[str, Patch] = {
             "triton.runtime.interpreter.InterpreterBuilder.create_dot": (
                 "(self, a, b, d, input_precision, max_num_imprecise_acc)",
             ),
+            "triton.runtime.interpreter.InterpreterBuilder.create_splat": ("(self, ret_ty, arg)",),
         },
         releases=TRITON,
-        symptom="Under TRITON_INTERPRET=1, 125.7 becomes 64 in E4M3, ties round up, FNUZ formats are refused, and a "
-        "dot of bf16 multiplies bits as if they were integers.",
+        symptom="Under TRITON_INTERPRET=1, 125.7 becomes 64 in E4M3, ties round up, FNUZ formats are refused (3.7), a "
+        "dot of bf16 multiplies bits as if they were integers, and masks with compared scalars are refused (3.9).",
         link="https://github.com/triton-lang/triton/issues/8322, https://github.com/triton-lang/triton/issues/11584",
         until="every supported Triton has both issues closed and knows the FNUZ types in its interpreter",
         without="FP8 kernels give other bytes in the interpreter than on a GPU; compiled kernels are not concerned",

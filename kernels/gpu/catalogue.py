@@ -105,7 +105,7 @@ def _nvfp4_matmul(rows: int) -> Entry:
     height, width = nvfp4_matmul.tile(rows)
     blocks = {"BLOCK_M": height, "BLOCK_N": width, "BLOCK_K": nvfp4_matmul.BLOCK_K}
     constants = {"HAS_BIAS": True, "TWICE": nvfp4_matmul.TWICE, **blocks}
-    kernel, num_warps = nvfp4_matmul.nvfp4_matmul_kernel, nvfp4_matmul.NUM_WARPS
+    kernel, num_warps = nvfp4_matmul.nvfp4_matmul_kernel, nvfp4_matmul.warps(height)
     return Entry(kernel, types, constants, num_warps, fp8_conversions=False)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fp8_compile.kernels.inductor.relayout import relayout
+from fp8_compile.kernels.relayout import relayout
 
 from .emit import NEVER_SAVED, inline
 from .marks import Kind, Mark, mark_of, marked

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from fp8_compile import Target
+from fp8_compile.cli import machine
+from fp8_compile.torch_internals import autograd
 
 
 @pytest.mark.parametrize("name", ["cpu", "cuda:89", "cuda:90", "cuda:100", "cuda:120", "hip:gfx942", "hip:gfx950"])
@@ -64,3 +66,11 @@ def test_mi300_has_formats_of_its_own() -> None:
 def test_a_device_without_fp8_is_an_error_that_names_the_remedy() -> None:
     with pytest.raises(ValueError, match="'meta' has no FP8 matmul.*set target="):
         Target.of_device(torch.device("meta"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_gpu_that_is_not_there_is_an_error_whether_or_not_torch_is_built_for_one() -> None:
+    with pytest.raises(ValueError, match="'cuda' is not on this machine; set target='cuda:90'"):
+        Target.of_device(torch.device("cuda", 0))
+    assert autograd.accelerator() == "cpu"
+    assert machine.gpu().status == "note" and machine.gpu().found == "none"

@@ -30,11 +30,50 @@ def test_each_red_check_makes_the_exit_code_one_and_shows_its_remedy(
     assert main(["doctor"]) == 0
 
 
-def test_another_torch_is_red(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "version, status, remedy",
+    [
+        ("2.9.1", "bad", "pip install 'torch==2.15.*'"),
+        ("2.12.1+cpu", "bad", "pip install 'torch==2.15.*'"),
+        ("2.13.0+cpu", "ok", ""),
+        ("2.14.1+cu130", "ok", ""),
+        ("2.15.0+cu132", "ok", ""),
+        ("2.16.0a0+git1234567", "note", "it works as far as the self-checks hold"),
+        ("3.0.0", "note", "it works as far as the self-checks hold"),
+    ],
+)
+def test_an_older_torch_is_red_and_a_newer_one_gets_a_note(
+    version: str, status: str, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert machine.pytorch().status == "ok"
-    monkeypatch.setattr(torch, "__version__", "2.9.1")
+    monkeypatch.setattr(torch, "__version__", version)
     check = machine.pytorch()
-    assert check.status == "bad" and "torch==2.13.*" in check.remedy
+    assert (check.status, check.found) == (status, version) and remedy in check.remedy
+
+
+@pytest.mark.parametrize(
+    "torch_version, version, status, remedy",
+    [
+        ("2.13.0", "3.7.1", "ok", ""),
+        ("2.15.0", "3.9.0", "ok", ""),
+        ("2.15.0", "3.7.1", "bad", "pip install 'triton==3.9.*': it goes with torch 2.15"),
+        ("2.16.0", "3.10.0", "ok", ""),
+        ("2.14.1", None, "note", "pip install 'triton==3.8.*'; code for GPUs needs it"),
+    ],
+)
+def test_triton_is_that_of_the_running_torch(
+    torch_version: str, version: str | None, status: str, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def installed(name: str) -> str:
+        if version is None:
+            raise machine.importlib.metadata.PackageNotFoundError(name)
+        return version
+
+    assert machine.triton().status == "ok"
+    monkeypatch.setattr(torch, "__version__", torch_version)
+    monkeypatch.setattr(machine.importlib.metadata, "version", installed)
+    check = machine.triton()
+    assert check == machine.Check("triton", status, version or "not installed", remedy)  # type: ignore[arg-type]
 
 
 def test_a_machine_without_compiler_headers_or_cache_is_told_what_to_install(

@@ -13,6 +13,7 @@ from triton.runtime import interpreter as triton_interpreter
 from fp8_compile.kernels.formats import BY_DTYPE, Format
 from fp8_compile.kernels.gpu import interpreter
 from fp8_compile.kernels.gpu.ahead_of_time import compile_for
+from fp8_compile.torch_internals import releases
 
 FORMATS = list(BY_DTYPE.values())
 each_format = pytest.mark.parametrize("format", FORMATS, ids=str)
@@ -55,9 +56,42 @@ def test_without_the_correction_a_mantissa_carry_is_lost_and_ties_go_up() -> Non
     assert cast(x, torch.float8_e4m3fn).float().tolist() == x.to(torch.float8_e4m3fn).float().tolist() == [128.0, 16.0]
 
 
+@pytest.mark.skipif(not releases.interpreter_refuses_fnuz(), reason="this release of Triton knows these formats")
 def test_without_the_correction_the_formats_of_mi300_are_refused() -> None:
     with pytest.raises(triton_interpreter.InterpreterError, match="fail to convert fp8e4b8"):
         cast(torch.ones(1), torch.float8_e4m3fnuz, correct=False)
+
+
+@triton.jit
+def first_program_kernel(q_ptr, BLOCK: tl.constexpr):
+    offsets = tl.arange(0, BLOCK)
+    tl.store(q_ptr + offsets, offsets, mask=(offsets > 1) & (tl.program_id(0) == 0))
+
+
+def test_a_comparison_of_scalars_can_be_part_of_a_mask_and_needs_the_correction_where_it_is_installed() -> None:
+    place = Here()
+    place.first_program_kernel = first_program_kernel
+
+    def stored(correct: bool) -> list[int]:
+        q = torch.full((4,), 9)
+        with interpreted(place, correct=correct):
+            place.first_program_kernel[(2,)](q, BLOCK=4)
+        return q.tolist()
+
+    assert stored(correct=True) == [9, 9, 2, 3]
+    if releases.interpreter_wants_boolean_masks():
+        with pytest.raises(triton_interpreter.InterpreterError, match="mask has unsupported dtype"):
+            stored(correct=False)
+    else:
+        assert stored(correct=False) == [9, 9, 2, 3]
+
+
+def test_each_correction_that_is_installed_is_needed_in_this_release() -> None:
+    needed = {one.name for one in interpreter.CORRECTIONS if one.is_needed()}
+    expected = {"_convert_float", "create_dot"}
+    expected |= {"_patch_lang_core"} if releases.triton_release() == (3, 7) else set()
+    expected |= {"create_splat"} if (releases.triton_release() or (0, 0)) >= (3, 9) else set()
+    assert needed == expected
 
 
 @each_format
