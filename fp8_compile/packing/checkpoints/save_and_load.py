@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fp8_compile.packing.formats import FORMATS, Format, format_of
 from fp8_compile.packing.input_scales import shared_scales
-from fp8_compile.packing.linear_layers import linear_layers, parameter_of, unwrapped
+from fp8_compile.packing.linear_layers import linear_layers, unwrapped, weight_of
 from fp8_compile.packing.packed_experts import PackedStack, replace_stack
 from fp8_compile.packing.packed_linear import PackedLinear
 from fp8_compile.packing.packed_weight import Matrix, PackedWeight
@@ -140,7 +140,7 @@ def load_checkpoint(
         replace_stack(names.stacks[stack], stack.rpartition(".")[2], packed)
     for name, (format, _) in found.items():
         layer = modules[name]
-        dtype = layer.dtype if isinstance(layer, PackedLinear) else parameter_of(layer, "weight").dtype
+        dtype = layer.dtype if isinstance(layer, PackedLinear) else weight_of(layer).dtype
         device = next(iter([*layer.parameters(), *layer.buffers()])).device
         scale = input_scales[name].to(device) if name in input_scales else None
         format.linear.convert(layer, weights[name].to(device), dtype, activations, scale)
