@@ -201,7 +201,7 @@ def _is_packed(name: str, modules: Mapping[str, nn.Module]) -> bool:
 
 
 def _without_twins(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """One name for tensors that are tied, the first: as transformers saves them."""
+    """The tensors with only the first name of those that are tied, as transformers saves them."""
     seen: dict[Any, str] = {}
     return {
         name: tensor
@@ -218,7 +218,7 @@ def _is_tied(root: nn.Module, name: str, given: Mapping[str, Tensor]) -> bool:
 
 
 def _write_shards(folder: pathlib.Path, tensors: dict[str, Tensor], shard_bytes: int) -> list[str]:
-    """The names of the files that were written."""
+    """Write the tensors and return the names of the files."""
     shards: list[dict[str, Tensor]] = [{}]
     for name, tensor in tensors.items():
         if shards[-1] and sum(one.nbytes for one in shards[-1].values()) + tensor.nbytes > shard_bytes:
