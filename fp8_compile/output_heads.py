@@ -71,7 +71,8 @@ def _wide_layers(root: nn.Module, embeddings: Mapping[str, nn.Module]) -> list[t
 
 
 def _singular(layers: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-    """Without those that every block has, ``blocks.0.up`` and ``blocks.1.up``: a graph break may follow these, too."""
+    """The layers without those that every block has, ``blocks.0.up`` and ``blocks.1.up``: they too may be the last of
+    their graph, before a graph break."""
     layers = list(layers)
     patterns = [re.sub(r"\d+", "*", name) for name, _ in layers]
     return [layer for layer, pattern in zip(layers, patterns) if patterns.count(pattern) == 1]

@@ -19,7 +19,7 @@ class Selection:
     heads: Mapping[str, str] = dataclasses.field(default_factory=dict)  # weight -> why it is that of an output head
 
     def check(self, known: Sequence[str]) -> None:
-        """Every pattern must match something: a typo would otherwise rewrite what was meant to be spared."""
+        """Raise unless every pattern matches something: a typo would rewrite what was meant to be spared."""
         for field, patterns in (("exclude", self.exclude), ("include", self.include)):
             for pattern in patterns:
                 if pattern != "*" and not fnmatch.filter(known, pattern):

@@ -28,7 +28,7 @@ _DAMAGE = (
 
 
 def read_manifest_text(path: pathlib.Path) -> bytes:
-    """The manifest of a package, all of whose files are whole and are such as export writes."""
+    """The manifest of a package; an error unless all its files are whole and such as export writes."""
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file; fp8_compile.export writes packages")
     with open(path, "rb") as file:  # a file that may not be read is the system's own error
@@ -49,7 +49,7 @@ def read_manifest_text(path: pathlib.Path) -> bytes:
 
 
 def _checked(path: pathlib.Path, entries: list[zipfile.ZipInfo], size: int) -> zipfile.ZipInfo:
-    """The entry of the manifest, where the headers say nothing that export would not write."""
+    """The entry of the manifest; an error if the headers say anything that export would not write."""
     found = [entry for entry in entries if entry.filename.endswith(_INSIDE)]
     if len(found) != 1:
         count = "no" if not found else "more than one"
@@ -83,8 +83,8 @@ def _check_sizes(path: pathlib.Path, entries: list[zipfile.ZipInfo], size: int) 
 
 
 def _check_names(path: pathlib.Path, root: str, names: list[str]) -> None:
-    """Only what export writes: one library, no program that torch would unpickle, nothing twice, no name that leaves
-    the folder it is put in."""
+    """Raise unless the files are what export writes: one library, no program that torch would unpickle, nothing twice,
+    no name that leaves the folder it is put in."""
     for name in names:
         inner = name.removeprefix(f"{root}/")
         known = inner.startswith(_FOLDERS) or inner in _FILES

@@ -186,7 +186,7 @@ def _write(path: pathlib.Path, files: list[Any], manifest: Manifest) -> None:
 
 
 def _summary(calibration: Calibration | None, packed: nn.Module) -> dict[str, Any] | None:
-    """Of each layer: how many rows it saw, the largest element, and how its inputs are scaled where they are."""
+    """What the calibration saw of each layer: how many rows, the largest element, and how inputs are scaled by it."""
     if calibration is None:
         return None
     inputs = {name: layer.inputs for name, layer in packed.named_modules() if isinstance(layer, PackedLinear)}

@@ -74,7 +74,7 @@ def _is_ours(node: fx.Node) -> bool:
 
 
 def inference_rules(config: Config) -> Rules:
-    """Nothing is rewritten that is not packed."""
+    """Rules by which nothing is rewritten that is not packed."""
     rules = make_rules(config, Target.parse("cpu"), Selection(("*",), ()))
     return dataclasses.replace(rules, excluded=_not_packed)
 

@@ -24,7 +24,7 @@ BROKEN_PIPE = 141  # what a shell reports for a program that writes to a reader 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; the exit code."""
+    """Run the command and return its exit code."""
     prepare()
     parser = make_parser()
     arguments = list(sys.argv[1:] if arguments is None else arguments)

@@ -82,7 +82,7 @@ def _call(spec: str, made: Any) -> Call:
 
 
 def parse_input(text: str) -> torch.Tensor:
-    """``float32[8,64]``: a tensor to trace with; of integers zeros, which every table has."""
+    """The tensor that ``float32[8,64]`` describes, to trace with. It is all zeros: every table has a row 0."""
     match = re.fullmatch(r"(\w+)\[([\d,\s]*)\]", text)
     if not match or match[1] not in DTYPES:
         raise ValueError(f"--input {text!r} is no tensor; expected DTYPE[SIZES] with one of {', '.join(DTYPES)}")

@@ -79,7 +79,7 @@ class PageServer(http.server.ThreadingHTTPServer):
             self._free.release()
 
     def service_actions(self) -> None:
-        """Now and then: close connections that send a byte at a time for ever."""
+        """Close connections that send a byte at a time for ever; the server calls this now and then."""
         now = time.monotonic()
         for request in [one for one, since in list(self._since.items()) if now - since > LONGEST_SECONDS]:
             try:
@@ -124,7 +124,7 @@ class Pages(http.server.BaseHTTPRequestHandler):
     do_HEAD = do_GET  # noqa: N815  the same headers; _send and send_error leave the body out
 
     def end_headers(self) -> None:
-        """Of every answer, errors too."""
+        """Add our headers to every answer, errors too."""
         for name, value in HEADERS.items():
             self.send_header(name, value)
         super().end_headers()

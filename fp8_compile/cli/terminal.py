@@ -13,7 +13,7 @@ COLOURS = {"green": "32", "yellow": "33", "red": "31", "dim": "2"}
 
 
 def prepare() -> None:
-    """What the terminal can't show is escaped, not an error."""
+    """Let what the terminal can't show be escaped instead of being an error."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError):  # replaced by something without an encoding
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]

@@ -51,7 +51,7 @@ class Calibration:
         return self._sums[self._known(name)] / self._tokens[name]
 
     def hessian(self, name: str) -> Tensor:
-        """FP32 [K, K]."""
+        """Hessian of the layer's output error, FP32 [K, K]."""
         self._known(name)
         if not self.keeps_hessians:
             raise ValueError(f"{name}: this calibration has no Hessians; calibrate with hessians=True")

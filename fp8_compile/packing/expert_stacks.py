@@ -36,7 +36,7 @@ class ExpertStack:
 
     @property
     def matrices(self) -> Tensor:
-        """[E, N, K]."""
+        """The weights as [E, N, K]."""
         weight = self.parameter.detach()
         return weight.transpose(1, 2) if self.transposed else weight
 

@@ -35,6 +35,7 @@ from .packed_weight import Matrix
 
 log = logging.getLogger("fp8_compile")
 M = TypeVar("M", bound=Matrix)
+MatrixOf = Callable[[str], Tensor]  # the weight of a layer by its name
 
 
 class Format(abc.ABC, Generic[M]):
@@ -57,7 +58,7 @@ class Format(abc.ABC, Generic[M]):
 
     @abc.abstractmethod
     def method(self, asked: str | None, calibrated: bool) -> str:
-        """The method that is used where the user asked for one, or for none."""
+        """The method to use: the one that was asked for, or the default."""
 
     def check_method(self, method: str, calibrated: bool, layer: str) -> None:
         """Raise a ValueError where the method needs a calibration and there is none; ``layer`` is named in it."""
@@ -68,21 +69,12 @@ class Format(abc.ABC, Generic[M]):
 
     @abc.abstractmethod
     def quantize(
-        self,
-        w: Tensor,
-        method: str,
-        hessian: Tensor | None = None,
-        *,
-        name: str,
-        shared: Tensor | None = None,
-        block_size: int = 16,
-        **options: Any,
+        self, w: Tensor, method: str, hessian: Tensor | None, *, name: str, shared: Tensor | None = None, **options: Any
     ) -> M:
-        """The matrix in this format. ``shared`` is what ``shared_scales`` has for it."""
+        """The matrix in this format. ``shared`` is what ``shared_scales`` has for it; ``options`` are those of the
+        method, and ``block_size``."""
 
-    def shared_scales(
-        self, names: Iterable[str], matrix_of: Callable[[str], Tensor], method: str
-    ) -> dict[str, Tensor]:
+    def shared_scales(self, names: Iterable[str], matrix_of: MatrixOf, method: str) -> dict[str, Tensor]:
         """The scale that layers which servers fuse have in common, by name; nothing where each has its own."""
         return {}
 
@@ -134,23 +126,11 @@ class NVFP4Format(Format[NVFP4Weight]):
         return method in NEED_HESSIAN
 
     def quantize(
-        self,
-        w: Tensor,
-        method: str,
-        hessian: Tensor | None = None,
-        *,
-        name: str,
-        shared: Tensor | None = None,
-        block_size: int = 16,
-        **options: Any,
+        self, w: Tensor, method: str, hessian: Tensor | None, *, name: str, shared: Tensor | None = None, **options: Any
     ) -> NVFP4Weight:
-        return quantize_nvfp4(
-            w, method, hessian, block_size=block_size, global_scale=shared, name=name, **options
-        )
+        return quantize_nvfp4(w, method, hessian, name=name, global_scale=shared, **options)
 
-    def shared_scales(
-        self, names: Iterable[str], matrix_of: Callable[[str], Tensor], method: str
-    ) -> dict[str, Tensor]:
+    def shared_scales(self, names: Iterable[str], matrix_of: MatrixOf, method: str) -> dict[str, Tensor]:
         """One global scale per group: the largest of its layers'."""
         shared = {}
         for group in fused_groups(names):
@@ -206,15 +186,7 @@ class FP8Format(Format[FP8Weight]):
         return "rtn"
 
     def quantize(
-        self,
-        w: Tensor,
-        method: str,
-        hessian: Tensor | None = None,
-        *,
-        name: str,
-        shared: Tensor | None = None,
-        block_size: int = 16,
-        **options: Any,
+        self, w: Tensor, method: str, hessian: Tensor | None, *, name: str, shared: Tensor | None = None, **options: Any
     ) -> FP8Weight:
         return fp8_weight.quantize(w, name)
 
@@ -257,6 +229,5 @@ class Settings:
 
     def quantize(self, w: Tensor, hessian: Tensor | None, *, name: str, shared: Tensor | None) -> Any:
         """One matrix in the format."""
-        return self.format.quantize(
-            w, self.method, hessian, name=name, shared=shared, block_size=self.block_size, **self.options
-        )
+        options = {"block_size": self.block_size, **self.options}
+        return self.format.quantize(w, self.method, hessian, name=name, shared=shared, **options)

@@ -48,13 +48,13 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """transformers' Conv1D, without importing transformers: a linear layer whose weight is [K, N]."""
+    """True for transformers' Conv1D, a linear layer whose weight is [K, N]; transformers is not imported for it."""
     kind = type(module)
     return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
 
 
 def is_falcon_linear(module: nn.Module) -> bool:
-    """transformers' FalconLinear: ``input @ weight.T + bias``, the product rounded before the bias is added."""
+    """True for transformers' FalconLinear: ``input @ weight.T + bias``, rounded before the bias is added."""
     kind = type(module)
     return kind.__name__ == "FalconLinear" and kind.__module__ == "transformers.models.falcon.modeling_falcon"
 
@@ -67,7 +67,7 @@ def parameter_of(module: nn.Module, name: str) -> nn.Parameter:
 
 
 def weight_of(layer: nn.Module) -> Tensor:
-    """[N, K]."""
+    """The weight of a linear layer as [N, K]."""
     weight = layer.weight
     assert isinstance(weight, Tensor)
     return weight.t() if is_conv1d(layer) else weight

@@ -48,7 +48,7 @@ class Packer:
 
     def pack_all(self, calibration: Calibration | None, progress: bool) -> None:
         """Pack by a method that needs no calibration; what there is gives inputs their scales."""
-        hessians: Hessians = Hessians()
+        hessians = Hessians()
         if calibration is not None:
             self.input_scales = self.settings.format.input_scales(self.layers, calibration)
             if self.settings.format.measures_on_inputs and calibration.keeps_hessians:

@@ -11,9 +11,9 @@ from ..graph.marks import set_mark
 from ..graph.roles import is_backward
 from ..graph.row import Row
 from ..graph_pass import GraphPass, PassReport
-from .packed_experts import find_experts_product, look_up_packed
+from .expert_products import find_experts_product, look_up_packed
+from .layer_products import find_layer_product
 from .packed_formats import OF_EXPERTS, OF_LAYERS
-from .packed_layers import find_layer_product
 from .packed_product import PackedProduct, StackNames
 
 __all__ = ["MultiplyPacked", "StackNames"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from typing import ClassVar, Sequence
+from typing import ClassVar
 
 import torch
 from torch import fx
@@ -28,6 +28,22 @@ class Rounding:
 
     activations: str
     scale: fx.Node | None = None  # where it is static
+
+
+@dataclasses.dataclass(frozen=True)
+class Operands:
+    """What a packed layer multiplies: ``round(x) @ dequantize.T + bias``; rounding and bias may be missing."""
+
+    x: fx.Node
+    dequantize: fx.Node
+    bias: fx.Node | None
+    rounding: Rounding | None
+
+    @property
+    def shape(self) -> tuple[int | torch.SymInt, ...]:
+        """(M, N, K)."""
+        m, k = value(self.x).shape
+        return m, value(self.dequantize).shape[0], k
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,23 +69,12 @@ class PackedFormat(abc.ABC):
         """What a node of ``round`` does."""
 
     @abc.abstractmethod
-    def inputs(self, x: fx.Node, rounding: Rounding | None, shape: Sequence[int | torch.SymInt], target: str) -> Inputs:
-        """What inputs are rounded to, in words."""
+    def inputs(self, operands: Operands, target: str) -> Inputs:
+        """What the inputs of a layer are rounded to."""
 
     @abc.abstractmethod
-    def multiply(
-        self,
-        graph: fx.Graph,
-        x: fx.Node,
-        dequantize: fx.Node,
-        bias: fx.Node | None,
-        rounding: Rounding | None,
-        shape: Sequence[int | torch.SymInt],
-        target: str,
-        *,
-        like: fx.Node,
-    ) -> fx.Node:
-        """``round(x) @ dequantize.T + bias``, from the packed form."""
+    def multiply(self, graph: fx.Graph, operands: Operands, target: str, *, like: fx.Node) -> fx.Node:
+        """The product of a layer, from the packed form."""
 
     @abc.abstractmethod
     def multiply_experts(
@@ -86,24 +91,14 @@ class NVFP4(PackedFormat):
     def rounding(self, node: fx.Node) -> Rounding:
         return Rounding(str(node.args[1]))
 
-    def inputs(self, x: fx.Node, rounding: Rounding | None, shape: Sequence[int | torch.SymInt], target: str) -> Inputs:
-        return Inputs(rounding.activations if rounding else dtype_name(x))
+    def inputs(self, operands: Operands, target: str) -> Inputs:
+        return Inputs(operands.rounding.activations if operands.rounding else dtype_name(operands.x))
 
-    def multiply(
-        self,
-        graph: fx.Graph,
-        x: fx.Node,
-        dequantize: fx.Node,
-        bias: fx.Node | None,
-        rounding: Rounding | None,
-        shape: Sequence[int | torch.SymInt],
-        target: str,
-        *,
-        like: fx.Node,
-    ) -> fx.Node:
-        codes, block_scales, global_scale, _, _, layout = dequantize.args
-        activations = rounding.activations if rounding else None
-        return emit(graph, nvfp4.mm_op, x, codes, block_scales, global_scale, bias, activations, layout, like=like)
+    def multiply(self, graph: fx.Graph, operands: Operands, target: str, *, like: fx.Node) -> fx.Node:
+        codes, block_scales, global_scale, _, _, layout = operands.dequantize.args
+        packed = codes, block_scales, global_scale
+        activations = operands.rounding.activations if operands.rounding else None
+        return emit(graph, nvfp4.mm_op, operands.x, *packed, operands.bias, activations, layout, like=like)
 
     def multiply_experts(
         self, graph: fx.Graph, x: fx.Node, dequantize: fx.Node, which: fx.Node, rows: str, *, like: fx.Node
@@ -124,28 +119,19 @@ class FP8(PackedFormat):
         scale = node.args[1]
         return Rounding("fp8", scale if isinstance(scale, fx.Node) else None)
 
-    def inputs(self, x: fx.Node, rounding: Rounding | None, shape: Sequence[int | torch.SymInt], target: str) -> Inputs:
-        if rounding is None:
-            return Inputs(dtype_name(x))
-        words = "dynamic scale a row" if rounding.scale is None else "static scale"
-        against = reason_against_fp8(shape, target)
-        return Inputs("e4m3", f"{words}; multiplied in {dtype_name(x)}: {against}" if against else words)
+    def inputs(self, operands: Operands, target: str) -> Inputs:
+        own = dtype_name(operands.x)
+        if operands.rounding is None:
+            return Inputs(own)
+        words = "dynamic scale a row" if operands.rounding.scale is None else "static scale"
+        against = reason_against_fp8(operands.shape, target)
+        return Inputs("e4m3", f"{words}; multiplied in {own}: {against}" if against else words)
 
-    def multiply(
-        self,
-        graph: fx.Graph,
-        x: fx.Node,
-        dequantize: fx.Node,
-        bias: fx.Node | None,
-        rounding: Rounding | None,
-        shape: Sequence[int | torch.SymInt],
-        target: str,
-        *,
-        like: fx.Node,
-    ) -> fx.Node:
-        codes, scales, _ = dequantize.args
+    def multiply(self, graph: fx.Graph, operands: Operands, target: str, *, like: fx.Node) -> fx.Node:
+        codes, scales, _ = operands.dequantize.args
+        x, bias, rounding = operands.x, operands.bias, operands.rounding
         if rounding is not None:
-            if reason_against_fp8(shape, target) is None:
+            if reason_against_fp8(operands.shape, target) is None:
                 return multiply_fp8(graph, x, rounding.scale, codes, scales, bias, target, like=like)
             x = emit(graph, fp8_inputs.round_inputs_op, x, rounding.scale, like=like)
         return emit(graph, fp8_weight.mm_op, x, codes, scales, bias, like=like)

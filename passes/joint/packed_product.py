@@ -32,8 +32,6 @@ class PackedProduct(abc.ABC):
     """``node = x @ dequantize(...).T``, in some form."""
 
     node: fx.Node
-    x: fx.Node
-    dequantize: fx.Node
 
     @property
     @abc.abstractmethod

@@ -136,7 +136,7 @@ def joined(
 def _check_alike(
     stack: str, names: Mapping[str, ExpertRows], layers: Mapping[str, Matrix], shape: tuple[int, ...]
 ) -> None:
-    """All experts are packed, in one format, and of the model's size."""
+    """Raise unless all experts are packed, in one format, and have the model's size."""
     for name, part in names.items():
         if name not in layers:
             raise ValueError(f"{stack}: the checkpoint packs some of its experts, but not {name}; expected all or none")

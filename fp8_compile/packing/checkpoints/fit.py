@@ -30,7 +30,7 @@ def check_activations(found: Mapping[str, Stored], activations: str | None) -> N
 
 
 def check_layer(folder: pathlib.Path, name: str, layer: nn.Module | None, weight: Matrix) -> None:
-    """A packed layer of the checkpoint is a linear layer of the model, of the same size."""
+    """Raise unless a packed layer of the checkpoint is a linear layer of the model, of the same size."""
     if layer is None:
         raise ValueError(
             f"{folder}: the checkpoint packs {name}, which the model does not have; {ARCHITECTURE}"
@@ -52,7 +52,7 @@ def check_layer(folder: pathlib.Path, name: str, layer: nn.Module | None, weight
 def check_experts(
     names: ExpertNames, tensors: Mapping[str, Tensor], found: Mapping[str, Stored], where: Mapping[str, Any]
 ) -> None:
-    """Experts that are not packed in the checkpoint are plain matrices of one size, or they can't be one stack."""
+    """Raise unless experts that are not packed in the checkpoint are plain matrices of the stack's size."""
     for layer, part in names.parts.items():
         tensor = tensors.get(f"{layer}.weight")
         if tensor is None or layer in found:
@@ -69,7 +69,8 @@ def check_experts(
 def check_others(
     root: nn.Module, rest: Mapping[str, Tensor], where: Mapping[str, Any], folder: pathlib.Path
 ) -> None:
-    """What is loaded as it is has the shape of what it replaces, and is not codes that a scale belongs to."""
+    """Raise unless tensors that are loaded as they are have the shape of what they replace, and are not codes that a
+    scale belongs to."""
     own, modules = root.state_dict(keep_vars=True), dict(root.named_modules(remove_duplicate=False))
     for name, tensor in rest.items():
         layer, _, part = name.rpartition(".")
@@ -98,7 +99,7 @@ def _is_code(tensor: Tensor, target: Tensor) -> bool:
 
 
 def _check_plain(layer: str, tensor: Tensor, file: Any) -> None:
-    """A weight that is not packed holds numbers."""
+    """Raise unless a weight that is not packed holds numbers."""
     if tensor.dtype in WIDE:
         return
     lacking = "weight_scale and weight_scale_2" if tensor.dtype == torch.uint8 else "weight_scale"

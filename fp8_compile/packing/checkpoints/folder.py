@@ -46,7 +46,7 @@ def pack_folder(
     include: Sequence[str] = ("*",),
     progress: bool = True,
 ) -> list[str]:
-    """Write a packed copy of ``src`` to ``dst``; the names of the layers that were packed come back."""
+    """Write a packed copy of ``src`` to ``dst`` and return the names of the layers that were packed."""
     source, target = pathlib.Path(src), pathlib.Path(dst)
     _check(source, target, method, layout)
     stored = FORMAT.layout(layout, str(source))
@@ -68,7 +68,8 @@ def pack_folder(
                 for key in tensors.keys():  # noqa: SIM118
                     layer = key.removesuffix(".weight")
                     if layer in chosen and key.endswith(".weight"):
-                        weight = FORMAT.quantize(tensors.get_tensor(key), method, shared=shared.get(layer), name=layer)
+                        plain = tensors.get_tensor(key)
+                        weight = FORMAT.quantize(plain, method, None, name=layer, shared=shared.get(layer))
                         for name, part in stored.tensors(layer, weight).items():
                             writer.write(name, part)
                     else:
@@ -174,7 +175,7 @@ def _finish(
     shapes: dict[str, Any],
     chosen: dict[str, tuple[int, ...]],
 ) -> None:
-    """Everything that is not weights is copied; the configuration says how the weights are stored."""
+    """Copy all files but the weights, and write the configuration, which says how the weights are stored."""
     for file in source.iterdir():
         weights = file.suffix in (".safetensors", ".bin", ".gguf", ".h5", ".onnx") or file.name.endswith(".index.json")
         if file.is_file() and not weights and file.name != "config.json":

@@ -116,7 +116,7 @@ def _names(gguf: Any, architecture: str, settings: Mapping[str, Any]) -> Callabl
 
 
 def _look_at_rotary(settings: Mapping[str, Any]) -> None:
-    """Of a rotary embedding the file says theta alone."""
+    """Warn of a rotary embedding that the file can't describe: it holds theta only."""
     rope = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
@@ -128,7 +128,7 @@ def _look_at_rotary(settings: Mapping[str, Any]) -> None:
 
 
 def _row_order(name: str, rows: int, settings: Mapping[str, Any]) -> Tensor:
-    """Rotary halves of a head beside each other, as llama.cpp's Llama wants them."""
+    """The order of rows that puts the rotary halves of a head beside each other, as llama.cpp's Llama wants them."""
     own = name.rpartition(".")[2]
     heads = settings.get("num_attention_heads" if own == "q_proj" else "num_key_value_heads")
     order = torch.arange(rows)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fp8_compile.packing.formats import FORMATS, Format, format_of
 from fp8_compile.packing.input_scales import shared_scales
-from fp8_compile.packing.linear_layers import linear_layers, parameter_of, unwrapped
+from fp8_compile.packing.linear_layers import linear_layers, unwrapped, weight_of
 from fp8_compile.packing.packed_experts import PackedStack, replace_stack
 from fp8_compile.packing.packed_linear import PackedLinear
 from fp8_compile.packing.packed_weight import Matrix, PackedWeight
@@ -140,7 +140,7 @@ def load_checkpoint(
         replace_stack(names.stacks[stack], stack.rpartition(".")[2], packed)
     for name, (format, _) in found.items():
         layer = modules[name]
-        dtype = layer.dtype if isinstance(layer, PackedLinear) else parameter_of(layer, "weight").dtype
+        dtype = layer.dtype if isinstance(layer, PackedLinear) else weight_of(layer).dtype
         device = next(iter([*layer.parameters(), *layer.buffers()])).device
         scale = input_scales[name].to(device) if name in input_scales else None
         format.linear.convert(layer, weights[name].to(device), dtype, activations, scale)
@@ -201,7 +201,7 @@ def _is_packed(name: str, modules: Mapping[str, nn.Module]) -> bool:
 
 
 def _without_twins(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """One name for tensors that are tied, the first: as transformers saves them."""
+    """The tensors with only the first name of those that are tied, as transformers saves them."""
     seen: dict[Any, str] = {}
     return {
         name: tensor
@@ -218,7 +218,7 @@ def _is_tied(root: nn.Module, name: str, given: Mapping[str, Tensor]) -> bool:
 
 
 def _write_shards(folder: pathlib.Path, tensors: dict[str, Tensor], shard_bytes: int) -> list[str]:
-    """The names of the files that were written."""
+    """Write the tensors and return the names of the files."""
     shards: list[dict[str, Tensor]] = [{}]
     for name, tensor in tensors.items():
         if shards[-1] and sum(one.nbytes for one in shards[-1].values()) + tensor.nbytes > shard_bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch.export import Dim
 
 import fp8_compile
 from fp8_compile.cli.command import MISTAKE, main
+from fp8_compile.cli.verbs import export
+from fp8_compile.packing.formats import FORMATS
 from fp8_compile.report import Report
 
 FACTORY = """
@@ -113,3 +116,11 @@ def test_what_torch_can_not_export_is_a_mistake_in_one_line(
     assert main(["export", "made_for_export:make", "model.pt2"]) == MISTAKE
     (line,) = capsys.readouterr().err.splitlines()
     assert "made_for_export:make can't be exported: Could not guard on data-dependent expression (--tr" in line
+
+
+def test_the_verb_offers_every_format() -> None:
+    parser = argparse.ArgumentParser()
+    export.add_arguments(parser)
+    for format in (*FORMATS, "none"):
+        assert parser.parse_args(["model", "a.pt2", "--weights", format]).weights == format
+    assert f"{{{','.join(FORMATS)},none}}" in parser.format_help(), "and no other"

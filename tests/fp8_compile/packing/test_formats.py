@@ -40,7 +40,7 @@ def same(left: Any, right: Any) -> bool:
 
 @each_layout
 def test_what_a_layout_stores_it_has_described_and_reads_again(format: Format[Any], layout: Layout[Any]) -> None:
-    matrix = format.quantize(torch.randn(24, 64), format.method(None, False), name="a.b")
+    matrix = format.quantize(torch.randn(24, 64), format.method(None, False), None, name="a.b")
     tensors = layout.tensors("a.b", matrix)
     kinds = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     assert kinds == layout.described("a.b", (24, 64)) and {f"a.b.{part}" for part in layout.parts} == set(kinds)
@@ -51,7 +51,7 @@ def test_what_a_layout_stores_it_has_described_and_reads_again(format: Format[An
 
 @each_format
 def test_rows_that_are_put_together_again_are_the_matrix(format: Format[Any]) -> None:
-    matrix = format.quantize(torch.randn(24, 32), format.method(None, False), name="w")
+    matrix = format.quantize(torch.randn(24, 32), format.method(None, False), None, name="w")
     top, bottom = format.rows(matrix, slice(0, 8)), format.rows(matrix, slice(8, 24))
     assert top.shape == (8, 32) and bottom.shape == (16, 32)
     assert torch.equal(top.dequantize(), matrix.dequantize()[:8])
@@ -60,7 +60,7 @@ def test_rows_that_are_put_together_again_are_the_matrix(format: Format[Any]) ->
 
 @each_format
 def test_a_packed_module_gives_back_the_matrix_and_knows_its_format(format: Format[Any]) -> None:
-    matrices = [format.quantize(torch.randn(24, 32), format.method(None, False), name="w") for _ in range(2)]
+    matrices = [format.quantize(torch.randn(24, 32), format.method(None, False), None, name="w") for _ in range(2)]
     layer = nn.Linear(32, 24)
     format.linear.convert(layer, matrices[0], torch.float32, None)
     stack = format.stack.of(matrices, torch.float32, False)

@@ -30,8 +30,10 @@ class Stack:
 
 @dataclasses.dataclass(frozen=True)
 class ExpertsProduct(PackedProduct):
-    """``node[row] = x[row] @ w[expert of the row].T``; x is [M, K], or has a dimension of 1 at ``dim``."""
+    """``node[row] = x[row] @ dequantize[expert of the row].T``."""
 
+    x: fx.Node  # [M, K], or with a dimension of 1 at ``dim``
+    dequantize: fx.Node
     which: fx.Node
     rows: str  # "grouped" or "gathered"
     dim: int | None = None  # of a bmm, where rows of x and of the result have a dimension of 1

@@ -9,7 +9,7 @@ from torch import fx
 
 from ..graph.emit import value
 from ..graph.roles import is_backward
-from .packed_formats import OF_LAYERS, Inputs, PackedFormat, Rounding
+from .packed_formats import OF_LAYERS, Inputs, Operands, PackedFormat, Rounding
 from .packed_product import CASTS, DTYPES, PackedProduct, StackNames, cast
 
 aten = torch.ops.aten
@@ -17,23 +17,20 @@ aten = torch.ops.aten
 
 @dataclasses.dataclass(frozen=True)
 class LayerProduct(PackedProduct):
-    """``node = round(x) @ dequantize(...).T + bias``; rounding and bias may be missing."""
+    """``node = round(x) @ dequantize(...).T + bias``."""
 
-    bias: fx.Node | None
-    rounding: Rounding | None
+    operands: Operands
 
     @property
     def format(self) -> PackedFormat:
-        return OF_LAYERS[self.dequantize.target]
+        return OF_LAYERS[self.operands.dequantize.target]
 
     @property
     def shape(self) -> tuple[int | torch.SymInt, ...]:
-        """(M, N, K)."""
-        m, k = value(self.x).shape
-        return m, value(self.node).shape[1], k
+        return self.operands.shape
 
     def inputs(self, target: str) -> Inputs:
-        return self.format.inputs(self.x, self.rounding, self.shape, target)
+        return self.format.inputs(self.operands, target)
 
     def reason(self, inputs: Inputs) -> str:
         words = f", {inputs.words}" if inputs.words else ""
@@ -43,9 +40,8 @@ class LayerProduct(PackedProduct):
         return f"{module}.codes".strip(".")
 
     def emit(self, graph: fx.Graph, target: str) -> fx.Node:
-        x = cast(graph, self.x, value(self.node).dtype, like=self.node)
-        operands = x, self.dequantize, self.bias, self.rounding
-        return self.format.multiply(graph, *operands, self.shape, target, like=self.node)
+        x = cast(graph, self.operands.x, value(self.node).dtype, like=self.node)
+        return self.format.multiply(graph, dataclasses.replace(self.operands, x=x), target, like=self.node)
 
 
 def find_layer_product(node: fx.Node) -> LayerProduct | None:
@@ -63,7 +59,7 @@ def find_layer_product(node: fx.Node) -> LayerProduct | None:
     if is_backward(node) or matrix_added or dequantize is None or value(x).dtype not in DTYPES:
         return None
     x, rounding = _before_rounding(x, OF_LAYERS[dequantize.target])
-    return LayerProduct(node, x, dequantize, bias, rounding)
+    return LayerProduct(node, Operands(x, dequantize, bias, rounding))
 
 
 def _dequantize_of(weight: fx.Node) -> fx.Node | None:
