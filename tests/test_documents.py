@@ -29,19 +29,15 @@ EXCEPTIONS = {
 TO_COME = {
     "docs/porting.md": "",
     "FP8_COMPILE_CHECK=1": "",
-    "ModelState": "",
     "leaves_no": "",
     "passes/graph/marks.py": "",
     "passes/invariants.py": "",
     "TORCH=2.15.0": "",
-    "TrainingPart": "Part",
-    "fp8_compile/scaling/model_state.py": "",
     "fp8_compile/packing/formats.py": "",
     "fp8_compile/torch_internals/patches.py": "",
     "fp8_compile/torch_internals/releases.py": "",
     "passes/joint/packed_experts.py": "passes/joint/multiply_experts.py",
     "passes/joint/packed_formats.py": "",
-    "step_counter.py": "saved_state.py",
     "AllowRecompute": "ReadAgain",
     "DropRecomputeCopies": "ForgetCopies",
     "DecomposeSingleRow": "OpenOneRow",
@@ -282,3 +278,15 @@ def test_every_script_that_prints_figures_is_in_the_document_of_figures() -> Non
     text = (ROOT / "docs" / "benchmarks.md").read_text()
     scripts = [file for file in (ROOT / "benchmarks").glob("*.py") if "__main__" in file.read_text()]
     assert [file.name for file in scripts if f"benchmarks/{file.name}" not in text] == []
+
+
+FIGURE = r"\d\.\d+x\b|\d ms\b|\d tokens/s|\d dB\b|\d MB\b"
+
+
+@pytest.mark.parametrize("document", [*DOCUMENTS, ROOT / "CHANGELOG.md"], ids=lambda path: path.name)
+def test_a_section_with_measured_figures_names_what_prints_or_holds_them(document: Path) -> None:
+    """A command in ``benchmarks/`` or ``examples/`` prints a figure; a test holds it."""
+    sections = re.split(r"^#+ ", document.read_text(), flags=re.MULTILINE)
+    measured = {section.partition("\n")[0]: section for section in sections if re.search(FIGURE, section)}
+    named = r"`(?:python )?(?:benchmarks|examples|tests)/[\w/]+\.py"
+    assert [title for title, section in measured.items() if not re.search(named, section)] == []
