@@ -19,7 +19,7 @@ FOLDERS = ("fp8_compile", "passes", "kernels")
 VERBS = [path.stem for path in (ROOT / "fp8_compile" / "cli" / "verbs").glob("*.py") if path.stem != "__init__"]
 # Packages whose names are looked up by importing them.
 LIBRARIES = {"torch": "torch", "nn": "torch.nn", "autograd": "torch.autograd", "fp8_compile": "fp8_compile"}
-OTHER_PROGRAMS = ("pip", "apt-get", "CXX=g++", "import")  # commands that are not ours to check
+OTHER_PROGRAMS = ("pip", "apt-get", "CXX=g++", "import", "find_package(")  # commands that are not ours to check
 # Names that are right though nothing of ours has them, and why.
 EXCEPTIONS = {
     "utils.py": "CONTRIBUTING.md names it as a file that must not be there",
@@ -28,21 +28,7 @@ EXCEPTIONS = {
 # Names that documents use ahead of the code, and what the code has until then. Empty once the renaming is done.
 TO_COME = {
     "docs/porting.md": "",
-    "FP8_COMPILE_CHECK=1": "",
-    "leaves_no": "",
-    "passes/graph/marks.py": "",
-    "passes/invariants.py": "",
-    "TORCH=2.15.0": "",
-    "fp8_compile/packing/formats.py": "",
-    "fp8_compile/torch_internals/patches.py": "",
-    "fp8_compile/torch_internals/releases.py": "",
-    "passes/joint/expert_products.py": "passes/joint/multiply_experts.py",
-    "kernels/cpu/kernels.h": "",
-    "passes/joint/packed_formats.py": "",
-    "AllowRecompute": "ReadAgain",
-    "DropRecomputeCopies": "ForgetCopies",
-    "DecomposeSingleRow": "OpenOneRow",
-    "MultiplyPacked": "MultiplyExperts",
+    "passes/joint/expert_products.py": "passes/joint/packed_experts.py",
 }
 # What torch's own objects have: documents name it on a variable, as in `optimizer.step()`.
 THEIRS = {
@@ -95,8 +81,8 @@ def words() -> set[str]:
 
 
 def is_file(name: str, document: Path) -> bool:
-    """True if a path of the repository, or of the document's folder, is meant by ``name``, and only one."""
-    if name in tree() or (document.parent / name).exists():
+    """True if exactly one path of the repository, or of the document's folder, is meant by ``name``."""
+    if name in tree() or f"{name}/" in tree() or (document.parent / name).exists():
         return True
     return sum(path.endswith(f"/{name}") for path in tree()) == 1
 
