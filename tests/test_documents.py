@@ -19,7 +19,7 @@ FOLDERS = ("fp8_compile", "passes", "kernels")
 VERBS = [path.stem for path in (ROOT / "fp8_compile" / "cli" / "verbs").glob("*.py") if path.stem != "__init__"]
 # Packages whose names are looked up by importing them.
 LIBRARIES = {"torch": "torch", "nn": "torch.nn", "autograd": "torch.autograd", "fp8_compile": "fp8_compile"}
-OTHER_PROGRAMS = ("pip", "apt-get", "CXX=g++", "import")  # commands that are not ours to check
+OTHER_PROGRAMS = ("pip", "apt-get", "CXX=g++", "import", "find_package(")  # commands that are not ours to check
 # Names that are right though nothing of ours has them, and why.
 EXCEPTIONS = {
     "utils.py": "CONTRIBUTING.md names it as a file that must not be there",
@@ -28,24 +28,7 @@ EXCEPTIONS = {
 # Names that documents use ahead of the code, and what the code has until then. Empty once the renaming is done.
 TO_COME = {
     "docs/porting.md": "",
-    "FP8_COMPILE_CHECK=1": "",
-    "ModelState": "",
-    "leaves_no": "",
-    "passes/graph/marks.py": "",
-    "passes/invariants.py": "",
-    "TORCH=2.15.0": "",
-    "TrainingPart": "Part",
-    "fp8_compile/scaling/model_state.py": "",
-    "fp8_compile/packing/formats.py": "",
-    "fp8_compile/torch_internals/patches.py": "",
-    "fp8_compile/torch_internals/releases.py": "",
-    "passes/joint/packed_experts.py": "passes/joint/multiply_experts.py",
-    "passes/joint/packed_formats.py": "",
-    "step_counter.py": "saved_state.py",
-    "AllowRecompute": "ReadAgain",
-    "DropRecomputeCopies": "ForgetCopies",
-    "DecomposeSingleRow": "OpenOneRow",
-    "MultiplyPacked": "MultiplyExperts",
+    "passes/joint/expert_products.py": "passes/joint/packed_experts.py",
 }
 # What torch's own objects have: documents name it on a variable, as in `optimizer.step()`.
 THEIRS = {
@@ -98,8 +81,8 @@ def words() -> set[str]:
 
 
 def is_file(name: str, document: Path) -> bool:
-    """True if a path of the repository, or of the document's folder, is meant by ``name``, and only one."""
-    if name in tree() or (document.parent / name).exists():
+    """True if exactly one path of the repository, or of the document's folder, is meant by ``name``."""
+    if name in tree() or f"{name}/" in tree() or (document.parent / name).exists():
         return True
     return sum(path.endswith(f"/{name}") for path in tree()) == 1
 
@@ -282,3 +265,15 @@ def test_every_script_that_prints_figures_is_in_the_document_of_figures() -> Non
     text = (ROOT / "docs" / "benchmarks.md").read_text()
     scripts = [file for file in (ROOT / "benchmarks").glob("*.py") if "__main__" in file.read_text()]
     assert [file.name for file in scripts if f"benchmarks/{file.name}" not in text] == []
+
+
+FIGURE = r"\d\.\d+x\b|\d ms\b|\d tokens/s|\d dB\b|\d MB\b"
+
+
+@pytest.mark.parametrize("document", [*DOCUMENTS, ROOT / "CHANGELOG.md"], ids=lambda path: path.name)
+def test_a_section_with_measured_figures_names_what_prints_or_holds_them(document: Path) -> None:
+    """A command in ``benchmarks/`` or ``examples/`` prints a figure; a test holds it."""
+    sections = re.split(r"^#+ ", document.read_text(), flags=re.MULTILINE)
+    measured = {section.partition("\n")[0]: section for section in sections if re.search(FIGURE, section)}
+    named = r"`(?:python )?(?:benchmarks|examples|tests)/[\w/]+\.py"
+    assert [title for title, section in measured.items() if not re.search(named, section)] == []

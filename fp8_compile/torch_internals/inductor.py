@@ -29,9 +29,10 @@ def compile_joint(
     # Told to save memory (a budget, aggressive_recomputation), the partitioner takes operations that it does not know
     # for cheap, our gemms among them, unless it is to weigh these too.
     with config.patch(force_non_lazy_backward_lowering=whole, is_non_builtin_to_include=True):
-        return compile_fx(
+        compiled: Any = compile_fx(
             gm, list(inputs), inner_compile=inner_compile or compile_fx_inner, config_patches=dict(patches)
         )
+    return compiled
 
 
 def compile_ahead_of_time(gm: fx.GraphModule, args: Any, kwargs: Any, options: Mapping[str, Any]) -> list[Any]:

@@ -58,7 +58,7 @@ def multiply_fp8(
         return emit(graph, scaled_mm_op, *operands, dtype, like=like, mark=mark)
     scale_left = inline(graph, _one_scale_per_row, scale_left, q, like=like)
     sides = q, right, scale_left, scale_right
-    written = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
+    written: dict[str, Any] = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
     y = emit(graph, aten._scaled_mm.default, *sides, **written, like=like, mark=mark)
     if dtype != torch.bfloat16:
         y = emit(graph, prims.convert_element_type.default, y, dtype, like=like)
