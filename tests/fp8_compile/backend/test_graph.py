@@ -57,7 +57,7 @@ print("fp8_compile" in sys.modules, lookup_backend("fp8").__module__, "fp8_compi
 """,
         tmp_path,
     )
-    assert done.stdout.split() == ["False", "fp8_compile.backend", "True"]
+    assert done.stdout.split() == ["False", "fp8_compile.backend.entry_point", "True"]
 
 
 def test_backend_fp8_trains_and_logs_one_line(tmp_path: Path) -> None:
