@@ -151,7 +151,7 @@ def _roots() -> list[tuple[str, nn.Module]]:
     """(prefix, module): the compiled module; for a compiled function, the modules it can see."""
     root = compiled_root()
     if root is not None:
-        return [("", unwrap(root))]
+        return [("", root)]
     seen = {name: item for name, item in variables_in_scope() if isinstance(item, nn.Module)}
     unwrapped = {name: unwrap(module) for name, module in seen.items()}
     distinct = {id(module): (name, module) for name, module in reversed(unwrapped.items())}

@@ -71,10 +71,10 @@ class Runner:
         copied = weights.slots if weights is not None else set()
         self._waits_for = {slot: place for slot, place in slots.items() if slot not in copied}
         self._looks = bool(slots) and pool is not None and not pool.frozen
-        # Epochs of the state: when all histories were found complete, which slots had none, what the warm-up counted.
-        self._complete = -1
-        self._without: tuple[int, dict[Slot, Place]] = (-1, {})
-        self._runs: tuple[int, int] = (-1, 0)
+        # What was found out about the state, each with the epoch in which it was.
+        self._complete = -1  # all histories are there
+        self._without: tuple[int, dict[Slot, Place]] = (-1, {})  # the slots that had no history at first
+        self._runs: tuple[int, int] = (-1, 0)  # how many runs the slots have seen, for the warm-up
 
     def __call__(self, *args: Any) -> Any:
         if self.fresh is not None:
@@ -100,7 +100,9 @@ class Runner:
         if not self._looks or self._complete == self.state.epoch:
             return self.compiled
         # A recomputation has the scales of the first time, though backward may have filled histories since.
-        return self.looking or self.compiled if again or self._is_looking() else self.compiled
+        if again or self._is_looking():
+            return self.looking or self.compiled
+        return self.compiled
 
     def _is_warming(self, again: bool) -> bool:
         """True for the first steps: of the optimizer where one is attached, otherwise runs of this graph."""

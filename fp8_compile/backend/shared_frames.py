@@ -27,9 +27,10 @@ from fp8_compile.torch_internals.dynamo import (
     modules_read,
     raise_limit,
 )
-from fp8_compile.torch_internals.modules import unwrap
 
 log = logging.getLogger("fp8_compile")
+
+ROOM = 8  # codes of a frame for one module: forms of its inputs, training and inference
 
 
 def keep_each_apart(gm: fx.GraphModule) -> None:
@@ -42,7 +43,7 @@ def make_room(gm: fx.GraphModule) -> None:
     code, root = frame_code(), compiled_root()
     if code is None:
         return
-    modules = [*([unwrap(root)] if root is not None else ()), *modules_read(gm).values()]
+    modules = [*([root] if root is not None else ()), *modules_read(gm).values()]
     if all(code in model_state(module).frames for module in modules):
         return
     for module in modules:
@@ -51,9 +52,6 @@ def make_room(gm: fx.GraphModule) -> None:
     for name, room in (("recompile_limit", ROOM), ("accumulated_recompile_limit", 2 * ROOM)):
         if raise_limit(name, codes + ROOM, codes + room):
             log.info("torch._dynamo.config.%s is now %d: several modules run %s", name, codes + room, code.co_name)
-
-
-ROOM = 8  # codes of a frame for one module: forms of its inputs, training and inference
 
 
 def keep_apart(selection: Selection) -> None:

@@ -25,14 +25,15 @@ __all__ = ["innermost_fn", "reset_code"]
 
 
 def compiled_root() -> nn.Module | None:
-    """The module that ``torch.compile`` was called on, seen from inside a compilation: innermost on the stack."""
+    """The module that ``torch.compile`` was called on, seen from inside a compilation: innermost on the stack. It is
+    the user's module, also where a wrapper of data parallelism was compiled."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         owner = frame.f_locals.get("self") if "self" in frame.f_code.co_varnames[:1] else None
         if isinstance(owner, OptimizedModule):
-            return owner._orig_mod
+            return unwrap(owner)
         if isinstance(owner, nn.Module) and compiled_in_place(owner):
-            return owner
+            return unwrap(owner)
         frame = frame.f_back
     return None
 
@@ -84,7 +85,7 @@ def compiled_modules(gm: fx.GraphModule) -> list[nn.Module]:
     """The modules that Dynamo is compiling: the one that ``torch.compile`` was called on, or those that a compiled
     function runs, as far as its graph reads their parameters and buffers."""
     root = compiled_root()
-    return [unwrap(root)] if root is not None else list(modules_read(gm).values())
+    return [root] if root is not None else list(modules_read(gm).values())
 
 
 def source_of(node: fx.Node) -> Any:

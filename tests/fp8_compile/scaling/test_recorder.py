@@ -14,7 +14,7 @@ from torch import nn
 import fp8_compile
 from fp8_compile.reporting.graph_stages import decode
 from fp8_compile.reporting.report_page import refresh
-from fp8_compile.scaling import recorder as pass_recorder
+from fp8_compile.scaling import recorder as run_recorder
 
 PASSES = 5
 
@@ -143,12 +143,12 @@ def test_long_runs_are_thinned_out_and_lose_no_count(
         state = run.state
         places = dict(run.state.slots())
 
-    monkeypatch.setattr(pass_recorder, "LINES_BEFORE_THINNING", 8)
-    monkeypatch.setattr(pass_recorder.RunRecorder, "_write_page", lambda self: None)
+    monkeypatch.setattr(run_recorder, "LINES_BEFORE_THINNING", 8)
+    monkeypatch.setattr(run_recorder.RunRecorder, "_write_page", lambda self: None)
     run.state.reset_stats()
     others, run.state.recorders = run.state.recorders, []
     try:
-        recorder = pass_recorder.RunRecorder(tmp_path, Pool(), refresh)  # type: ignore[arg-type]
+        recorder = run_recorder.RunRecorder(tmp_path, Pool(), refresh)  # type: ignore[arg-type]
         for _ in range(64):
             recorder.begin_run()
             run.state.tables[0].amaxes.fill_(2.0)
