@@ -189,7 +189,7 @@ def thread_counts() -> Iterator[tuple[int, ...]]:
 def test_results_do_not_depend_on_the_number_of_threads(
     instructions: str, thread_counts: tuple[int, ...], generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nvfp4, "LEAST_PARALLEL", 1)
+    monkeypatch.setattr(nvfp4, "NVFP4_LEAST_PARALLEL", 1)
     weight = nvfp4.interleave(*random_weight(150, 1040, generator))
     for m in (1, 2, 16, 60):
         for dtype in (torch.float32, torch.bfloat16):

@@ -115,7 +115,7 @@ def test_parts_of_threads_cover_odd_results_once(kernels: str) -> None:
     """Few tiles for many threads, and numbers of threads that divide in one way alone."""
     for (m, n), number in itertools.product([(13, 40), (300, 33), (5, 500)], (2, 3, 4, 7)):
         with threads(number):
-            check(m, n, 2 * scaled_mm.LEAST_PARALLEL // (m * n) + 33, FORMATS, ("rows", "rows"), "rows")
+            check(m, n, 2 * scaled_mm.GEMM_LEAST_PARALLEL // (m * n) + 33, FORMATS, ("rows", "rows"), "rows")
 
 
 @settings(max_examples=60)
@@ -201,7 +201,7 @@ def threads(number: int) -> Iterator[None]:
 def test_results_are_bit_equal_whatever_the_number_of_threads(kernels: str) -> None:
     sizes = [(3, 500, 700), (130, 260, 100) if kernels == "amx_emulated" else (130, 260, 700)]
     for m, n, k in sizes:
-        assert m * n * k >= scaled_mm.LEAST_PARALLEL
+        assert m * n * k >= scaled_mm.GEMM_LEAST_PARALLEL
         results = []
         for number in (1, 2, 3, 5):
             with threads(number):
