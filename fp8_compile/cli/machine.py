@@ -84,9 +84,8 @@ def triton() -> Check:
 
 
 def cpu() -> Check:
-    fields = dict(
-        (part.strip() for part in line.split(":", 1)) for line in _cpuinfo().splitlines() if ":" in line
-    )  # the last processor stands for all
+    parts = [line.partition(":") for line in _cpuinfo().splitlines() if ":" in line]
+    fields = {name.strip(): value.strip() for name, _, value in parts}  # the last processor stands for all
     flags = [flag for flag in CPU_FLAGS if flag in fields.get("flags", "").split()]
     model = fields.get("model name") or platform.processor() or platform.machine()
     found = f"{model}, {os.cpu_count()} cores: {', '.join(flags) or 'none of ' + ', '.join(CPU_FLAGS)}"
