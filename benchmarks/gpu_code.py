@@ -1,11 +1,15 @@
 """Kernels and bytes of a training step as Inductor writes it for an absent GPU: FP8 against bf16 and torchao.
 
     python benchmarks/gpu_code.py [--cc 90|100|120] [--blocks swiglu ...] [--recipes delayed ...] [--json]
+                                  [--without RelayoutBytes ...]
 
 Counted in the generated code: Triton kernels, gemms, and the bytes that everything but the gemms reads and writes.
 The milliseconds are a model, not a measurement: a kernel takes the longer of its bytes at the memory's full speed and
 its FLOPs at the peak for dense operands, and 3 us more. No kernel reaches either, so only ratios between rows say
 something. Attention is computed in bf16 everywhere.
+
+``--without`` leaves passes out, by the names of their classes: a pass whose absence changes nothing has been overtaken
+by Inductor, and can go.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import io
 import json
 import logging
 from typing import Any, Callable, Iterator
+from unittest import mock
 
 import torch
 from absent_gpu import AbsentGpu, absent_gpu
@@ -26,6 +31,8 @@ from saved_bytes import GELU, TOKENS, WIDTH, SwiGLU
 from torch import nn
 
 from fp8_compile.config import RECIPES
+from fp8_compile.passes import pipeline  # noqa: F401  knows every pass
+from fp8_compile.passes.graph_pass import GraphPass, PassReport
 from fp8_compile.target import Target
 
 LAUNCH_SECONDS = 3e-6  # between the end of a kernel and the full speed of the next
@@ -120,6 +127,18 @@ def variants(capability: int, recipes: list[str]) -> dict[str, dict[str, Any]]:
     return found
 
 
+@contextlib.contextmanager
+def without(names: list[str]) -> Iterator[None]:
+    """Inside, the passes of these names do nothing."""
+    passes = {found.__name__: found for found in GraphPass.__subclasses__()}
+    if unknown := sorted(set(names) - set(passes)):
+        raise ValueError(f"unknown passes {', '.join(unknown)}; there are {', '.join(sorted(passes))}")
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            stack.enter_context(mock.patch.object(passes[name], "run", lambda self, graph: PassReport(0, "left out")))
+        yield
+
+
 def estimated_seconds(step: Step, machine: Machine) -> float:
     """A model, not a measurement: the sum over all launches of max(FLOPs / peak, bytes / bandwidth) + 3 us."""
     return sum(
@@ -162,9 +181,16 @@ def main() -> None:
     parser.add_argument("--cc", type=int, choices=(90, 100, 120), default=90, help="compute capability")
     parser.add_argument("--blocks", nargs="+", choices=BLOCKS, default=list(BLOCKS))
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
+    parser.add_argument("--without", nargs="+", default=[], metavar="PASS", help="leave these passes out")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     arguments = parser.parse_args()
 
+    with without(arguments.without):
+        show(arguments)
+
+
+def show(arguments: argparse.Namespace) -> None:
+    """Print the table."""
     table = rows(arguments.cc, arguments.blocks, arguments.recipes)
     if arguments.json:
         print(json.dumps(list(table), indent=2))

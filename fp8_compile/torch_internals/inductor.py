@@ -7,6 +7,7 @@ spend.
 from __future__ import annotations
 
 import operator
+import shutil
 from typing import Any, Callable, Iterable, Mapping, Sequence
 
 from torch import fx
@@ -109,9 +110,12 @@ def cpp_compiler() -> str:
     from torch._inductor.exc import InvalidCxxCompiler
 
     try:
-        return cpp_builder.get_cpp_compiler()
+        found = cpp_builder.get_cpp_compiler()
     except (InvalidCxxCompiler, OSError) as error:  # OSError: what CXX names is there, but is not a program
         raise NoCompiler(str(error)) from error
+    if len(found.split()) > 1 and shutil.which(found) is None:  # Inductor takes arguments since 2.14, our kernels don't
+        raise NoCompiler(f"{found!r} is a compiler with arguments")
+    return found
 
 
 def cpp_compilers_searched() -> list[str]:

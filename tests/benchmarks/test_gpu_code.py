@@ -11,8 +11,10 @@ import pytest
 from absent_gpu import absent_gpu
 from compile_kernels import compile_kernels, kernel_sources
 from count_launches import Launch, Step
+from torch import fx
 
 from fp8_compile.config import RECIPES
+from fp8_compile.passes.split.relayout_bytes import RelayoutBytes
 
 
 def lower(capability: int, variant: str, block: str = "swiglu") -> Step:
@@ -164,3 +166,13 @@ def test_json_has_the_rows_of_the_table(monkeypatch, capsys) -> None:
     table = json.loads(capsys.readouterr().out)
     assert [row["variant"] for row in table][-3:] == ["fp8 delayed", "fp8 tensorwise", "fp8 rowwise"]
     assert [row["ratio"] for row in table] == [1.0, 1.0, 0.5, 0.5, 0.5, 0.5]
+
+
+def test_a_pass_can_be_left_out_by_its_name() -> None:
+    run = RelayoutBytes.run
+    with gpu_code.without(["RelayoutBytes"]):
+        assert RelayoutBytes().run(fx.Graph()).changes == 0 and RelayoutBytes.run is not run
+    assert RelayoutBytes.run is run
+    with pytest.raises(ValueError, match="unknown passes RelayoutBites; there are AddInGemm, "):
+        with gpu_code.without(["RelayoutBites"]):
+            pass
