@@ -22,13 +22,9 @@ LIBRARIES = {"torch": "torch", "nn": "torch.nn", "autograd": "torch.autograd", "
 OTHER_PROGRAMS = ("pip", "apt-get", "CXX=g++", "import", "find_package(")  # commands that are not ours to check
 # Names that are right though nothing of ours has them, and why.
 EXCEPTIONS = {
+    "v_rcp_f32": "an instruction of AMD's GPUs",
     "utils.py": "CONTRIBUTING.md names it as a file that must not be there",
     "experts.gate_up_proj_packed": "an attribute whose name is put together at run time",
-}
-# Names that documents use ahead of the code, and what the code has until then. Empty once the renaming is done.
-TO_COME = {
-    "docs/porting.md": "",
-    "passes/joint/expert_products.py": "passes/joint/packed_experts.py",
 }
 # What torch's own objects have: documents name it on a variable, as in `optimizer.step()`.
 THEIRS = {
@@ -112,7 +108,7 @@ def library_arguments(call: str) -> set[str]:
 
 def wrong_names(span: str, document: Path) -> list[str]:
     """The names in one piece of code in backticks that lead nowhere. A formula, or a sentence, has no names."""
-    if span in EXCEPTIONS or span in TO_COME or span.startswith(OTHER_PROGRAMS) or "#" in span or span == "...":
+    if span in EXCEPTIONS or span.startswith(OTHER_PROGRAMS) or "#" in span or span == "...":
         return []
     first, *rest = span.split() or [""]
     if first == "fp8-compile":
@@ -168,8 +164,7 @@ def test_every_pass_has_its_line_in_the_way_of_a_graph() -> None:
     code = [ast.parse(file.read_text()) for file in (ROOT / "passes").rglob("*.py")]
     classes = [node for one in code for node in ast.walk(one) if isinstance(node, ast.ClassDef)]
     passes = {node.name for node in classes if any(getattr(base, "id", "") == "GraphPass" for base in node.bases)}
-    names = re.findall(r"\w+", blocks("docs/architecture.md"))
-    told = {*names, *(TO_COME.get(name) for name in names)}
+    told = set(re.findall(r"\w+", blocks("docs/architecture.md")))
     assert len(passes) > 20
     assert passes - told == set()
 
@@ -247,8 +242,6 @@ def test_links_and_pictures_lead_somewhere(document: Path) -> None:
         if path.startswith(("http:", "https:")):
             continue
         target = document.parent / path if path else document
-        if str(target.relative_to(ROOT)) in TO_COME:
-            continue
         headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE) if anchor and target.exists() else []
         anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
         if not target.exists() or (anchor and anchor not in anchors):
