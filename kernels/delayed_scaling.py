@@ -20,7 +20,7 @@ widens the scales of every slot until all of them, in whichever graph, have been
 itself. So a jump which runs through many layers is over after one step.
 
 State of C slots: amaxes [C] fp32, -1 where the slot was not part of the run; history [C, L] fp32, a ring; scales
-[2, C] fp32, (quant, dequant); counts [10, C] int32, see ``PASSES`` and the names after it.
+[2, C] fp32, (quant, dequant); counts [10, C] int32, see ``RUNS`` and the names after it.
 
 A quant_scale of 0 says that no amax has entered yet: such a tensor is quantized with its own amax. So is every tensor
 whose slot has ``LOOK`` set, as in a model's first step.
@@ -42,9 +42,9 @@ QUANT, DEQUANT = 0, 1
 # tensor was saturated, lost more than half of its largest value, or was too small for its scale. The next two are the
 # exponent by which it was saturated last, and for how many of its runs that still gives room. Then three settings:
 # the margin, whether the tensor's own amax is to be used, and whether it is steady: weights neither cause nor get room.
-PASSES, ENTERED, SATURATED, CLIPPED, SMALL, OVER, HOLD, MARGIN, LOOK, STEADY = range(10)
+RUNS, ENTERED, SATURATED, CLIPPED, SMALL, OVER, HOLD, MARGIN, LOOK, STEADY = range(10)
 COUNTERS = 7
-PASSES_WITH_ROOM = 2
+RUNS_WITH_ROOM = 2
 ABSENT = -1.0
 PERCENTILE = 0.99
 ABOVE_ROUNDING = 1 + 2.0**-20  # amax * (F / amax) may be a few units in FP32's last place above F
@@ -126,7 +126,7 @@ def update(
     counted = counts[:OVER] + torch.stack([present, enters, saturated, clipped, small])
     flows = counts[STEADY] == 0
     over = torch.where(saturated & flows, _ceil_log2(reached * (1.0 / largest)), counts[OVER])
-    hold = torch.where(saturated & flows, PASSES_WITH_ROOM, (counts[HOLD] - present.to(torch.int32)).clamp_min(0))
+    hold = torch.where(saturated & flows, RUNS_WITH_ROOM, (counts[HOLD] - present.to(torch.int32)).clamp_min(0))
     counts = torch.cat([counted, torch.stack([over, hold]), counts[COUNTERS:]]).to(torch.int32)
     if algorithm == "frozen":
         return history, scales.clone(), counts
@@ -134,7 +134,7 @@ def update(
     needed = torch.where(hold > 0, over, 0).sum(dtype=torch.int32)
     room = torch.where(flows, needed.clamp_max(limits.most_room), 0)
     m = _summary(history, counts[ENTERED], algorithm)
-    due = (present & ((counts[PASSES] % interval == 0) | (scales[QUANT] == 0))) | (room > 0)
+    due = (present & ((counts[RUNS] % interval == 0) | (scales[QUANT] == 0))) | (room > 0)
     fresh = scale_of(m, largest, counts[MARGIN] + room)
     quant_scale = torch.where(due & (m > 0), fresh, scales[QUANT])
     dequant_scale = torch.where(quant_scale > 0, 1.0 / quant_scale, scales[DEQUANT])

@@ -192,10 +192,10 @@ class SplitPipeline(Pipeline):
             (LaunchQuantizes(),         not on_cpu),
             (FuseCasts(),               not on_cpu),
             (RelayoutBytes(),           not on_cpu),
-            (FlagOverflowInPlace(),     not on_cpu),
+            (FlagOverflowInPlace(),     not on_cpu and patches.active("atomic_max")),
             (AddInGemm(),               on_nvidia),
             (UpdateInPlace(),           True),
-            (SumInQuantizes(),          not on_cpu),
+            (SumInQuantizes(),          not on_cpu and patches.active("tile_sum")),
         ]
         # fmt: on
         super().__init__(steps, key, observer)

@@ -125,7 +125,7 @@ class Runner:
         self.state.finish_looking(self._waits_for)
         if missing and self.looking is not None:
             log.warning(
-                "%d tensors were zero or not finite in the first %d passes and start with a scale of 1: %s",
+                "%d tensors were zero or not finite in the first %d runs and start with a scale of 1: %s",
                 len(missing),
                 FIRST_RUNS,
                 ", ".join(map(str, missing)),

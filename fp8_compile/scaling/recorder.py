@@ -24,7 +24,7 @@ import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable
 
-from fp8_compile.kernels.delayed_scaling import ABSENT, ENTERED, PASSES, QUANT
+from fp8_compile.kernels.delayed_scaling import ABSENT, ENTERED, QUANT, RUNS
 
 from .stats import decibel
 
@@ -120,7 +120,7 @@ class RunRecorder:
         return (
             table.amaxes.tolist(),
             table.scales[QUANT].tolist(),
-            table.counts[PASSES].tolist(),
+            table.counts[RUNS].tolist(),
             table.history.gather(1, newest[:, None])[:, 0].tolist(),
             table.stats.tolist(),
         )

@@ -133,7 +133,7 @@ def _read_row(slot: str, row: Mapping[str, Any]) -> Row:
     history = _numbers(slot, "amax_history", row["amax_history"], (None,))
     counts = _plain(slot, "counts", row["counts"], (None,))
     if not 0 <= float(scale) < float("inf"):
-        raise ValueError(f"slot {slot} has a scale of {float(scale)}; expected a finite one, 0 before its first pass")
+        raise ValueError(f"slot {slot} has a scale of {float(scale)}; expected a finite one, 0 before its first run")
     if float(largest) not in LARGEST:
         expected = ", ".join(f"{one:g}" for one in LARGEST)
         raise ValueError(

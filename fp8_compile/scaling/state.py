@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from fp8_compile.kernels.delayed_scaling import PASSES, QUANT
+from fp8_compile.kernels.delayed_scaling import QUANT, RUNS
 from fp8_compile.passes.graph.roles import Role
 from fp8_compile.passes.graph.slot import BACKWARD, FROZEN, Place, Slot, TensorUse
 from fp8_compile.torch_internals.dynamo import reset_code
@@ -266,7 +266,7 @@ class ScalingState:
         found = {}
         for index, rows in _rows_by_table(places.values()).items():
             table = self.tables[index]
-            scales, runs = table.scales[QUANT].tolist(), table.counts[PASSES].tolist()
+            scales, runs = table.scales[QUANT].tolist(), table.counts[RUNS].tolist()
             found.update({table.slots[row]: runs[row] for row in rows if scales[row] == 0})
         return found
 
@@ -290,7 +290,7 @@ class ScalingState:
     def runs(self, places: Iterable[Place]) -> int:
         """How many runs these slots have seen at most. Waits for the device."""
         self.settle()
-        return max((int(self.tables[place.table].counts[PASSES, place.row]) for place in places), default=0)
+        return max((int(self.tables[place.table].counts[RUNS, place.row]) for place in places), default=0)
 
     def start_at_one(self, places: Iterable[Place]) -> None:
         """Give slots a scale before they have a history."""

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING, Sequence, overload
 
-from fp8_compile.kernels.delayed_scaling import ENTERED, PASSES, QUANT, SATURATED, SMALL
+from fp8_compile.kernels.delayed_scaling import ENTERED, QUANT, RUNS, SATURATED, SMALL
 from fp8_compile.report import align
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def stats_row(slot: str, table: Table, row: int) -> StatsRow:
     counts, history = table.counts[:, row].tolist(), table.history[row]
     amax = float(history[(counts[ENTERED] - 1) % len(history)] / table.unit) if counts[ENTERED] else 0.0
     scale = float(table.scales[QUANT, row] * table.unit)
-    seen = (counts[PASSES], counts[SATURATED], counts[SMALL])
+    seen = (counts[RUNS], counts[SATURATED], counts[SMALL])
     return StatsRow(
         slot, int(elements), int(overflow), int(underflow), amax, scale, decibel(signal, noise), *seen
     )

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fp8_compile.kernels.delayed_scaling import CLIPPED, COUNTERS, LOOK, PASSES, QUANT, SATURATED, SMALL
+from fp8_compile.kernels.delayed_scaling import CLIPPED, COUNTERS, LOOK, QUANT, RUNS, SATURATED, SMALL
 from fp8_compile.passes.graph.roles import Role
 from fp8_compile.passes.graph.slot import BACKWARD
 from fp8_compile.scaling.find_state import states_within
@@ -123,7 +123,7 @@ class _Copy:
             saturated = counts[CLIPPED if slot.role is Role.WEIGHT else SATURATED][row]
             if saturated or counts[SMALL][row]:
                 name = f"{self.module}.{slot}" if self.module else str(slot)
-                yield name, (counts[PASSES][row], saturated, counts[SMALL][row])
+                yield name, (counts[RUNS][row], saturated, counts[SMALL][row])
 
 
 def _clips(table: Table) -> Tensor:

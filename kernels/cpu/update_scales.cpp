@@ -13,10 +13,10 @@
 
 namespace {
 
-enum Row { PASSES, ENTERED, SATURATED, CLIPPED, SMALL, OVER, HOLD, MARGIN, LOOK, STEADY };
+enum Row { RUNS, ENTERED, SATURATED, CLIPPED, SMALL, OVER, HOLD, MARGIN, LOOK, STEADY };
 enum Algorithm { MAX, MOST_RECENT, P99, FROZEN };
 
-constexpr int PASSES_WITH_ROOM = 2;
+constexpr int RUNS_WITH_ROOM = 2;
 constexpr float ABSENT = -1.0f, MOST = std::numeric_limits<float>::max(), INF = std::numeric_limits<float>::infinity();
 
 // Of a number above 1, Inf included: 1 up to 2, 2 up to 4, at most 32.
@@ -59,7 +59,7 @@ extern "C" void fp8_update_scales(int64_t slots, int64_t length, float* amaxes, 
   for (int64_t i = 0; i < slots; ++i) {
     const float amax = amaxes[i];
     if (amax != ABSENT) {
-      count(PASSES, i) += 1;
+      count(RUNS, i) += 1;
       count(HOLD, i) = std::max(count(HOLD, i) - 1, 0);
     }
     if (amax >= 0 && amax < INF) {
@@ -72,7 +72,7 @@ extern "C" void fp8_update_scales(int64_t slots, int64_t length, float* amaxes, 
       count(SMALL, i) += known && amax > 0 && reached < small_below;
       if (saturated && !count(STEADY, i)) {
         count(OVER, i) = ceil_log2(reached * (1.0f / largest));
-        count(HOLD, i) = PASSES_WITH_ROOM;
+        count(HOLD, i) = RUNS_WITH_ROOM;
       }
     }
     if (count(HOLD, i)) room += count(OVER, i);
@@ -83,7 +83,7 @@ extern "C" void fp8_update_scales(int64_t slots, int64_t length, float* amaxes, 
     float *quant_scale = scales + i, *dequant_scale = scales + slots + i;
     const bool present = amaxes[i] != ABSENT;
     const int own_room = count(STEADY, i) ? 0 : room;
-    const bool due = (present && (count(PASSES, i) % interval == 0 || *quant_scale == 0)) || own_room > 0;
+    const bool due = (present && (count(RUNS, i) % interval == 0 || *quant_scale == 0)) || own_room > 0;
     if (due && algorithm != FROZEN) {
       const float m = summary(history + i * length, length, count(ENTERED, i), algorithm, falling);
       // Two roundings, as a number over a tensor has them in PyTorch: reciprocal, then product.

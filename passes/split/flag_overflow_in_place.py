@@ -7,7 +7,6 @@ from torch import fx
 
 from fp8_compile.kernels.overflow import raise_overflow_op
 from fp8_compile.kernels.record_amax import record_amax_op
-from fp8_compile.torch_internals import patches
 
 from ..graph.arguments import arguments
 from ..graph.emit import emit
@@ -27,8 +26,6 @@ class FlagOverflowInPlace(GraphPass):
     leaves_no = (raise_overflow_op,)
 
     def run(self, graph: fx.Graph) -> PassReport:
-        if not patches.active("atomic_max"):  # the reductions stay
-            return PassReport(0, "overflow flags raised in place")
         nodes = graph.find_nodes(op="call_function", target=raise_overflow_op)
         for node in nodes:
             overflow, magnitudes = arguments(node)

@@ -12,7 +12,6 @@ from fp8_compile.kernels.cast_blocks import cast_blocks_op
 from fp8_compile.kernels.quantize import WHOLE
 from fp8_compile.kernels.record_amax import record_amax_op
 from fp8_compile.kernels.sum_tiles import TILE_ROWS, sum_tiles_op
-from fp8_compile.torch_internals import patches
 
 from ..graph.arguments import arguments, input_of
 from ..graph.emit import emit, value
@@ -35,8 +34,6 @@ class SumInQuantizes(GraphPass):
     """
 
     def run(self, graph: fx.Graph) -> PassReport:
-        if not patches.active("tile_sum"):  # Inductor's own reduction, then
-            return PassReport(0, "sums over rows made where gradients are quantized")
         delayed = [input_of(node, 1) for node in graph.find_nodes(op="call_function", target=record_amax_op)]
         casts = graph.find_nodes(op="call_function", target=cast_blocks_op)
         by_one_scale = [input_of(node) for node in casts if tuple(arguments(node)[3]) == (WHOLE, WHOLE)]

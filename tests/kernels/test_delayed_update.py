@@ -225,7 +225,7 @@ def test_slots_that_were_not_part_of_the_pass_get_room_as_well() -> None:
     state.step(1.0, 1.0, ABSENT)
     state.step(4.0, ABSENT, ABSENT)
     assert state.reach == [4 * 4, 4, math.inf], "a slot that has never seen a tensor has no scale to widen"
-    assert state.counted(delayed.PASSES) == [2, 1, 0]
+    assert state.counted(delayed.RUNS) == [2, 1, 0]
 
 
 def test_room_is_there_until_the_saturated_slot_was_part_of_two_more_passes() -> None:

@@ -24,7 +24,7 @@ from fp8_reference import E4M3, E5M2, Fp8, Quantized, gemm, to_numpy, worst_fp32
 
 f32 = np.float32
 LARGEST = f32(np.finfo(np.float32).max)
-FIRST_PASSES = 8  # a model waits for the history of a tensor for that many passes
+FIRST_RUNS = 8  # a model waits for the history of a tensor for that many passes
 
 # By mantissa bits: the margin of inputs and gradients (weights have none), the most room after a saturation, and below
 # which part of F an amax is too small.
@@ -214,7 +214,7 @@ class Model:
     def begin_step(self) -> None:
         """Decide how the step gets its scales."""
         slots = [*self.forward.slots, *self.backward.slots]
-        look = any(slot.quant_scale == 0 and slot.passes < FIRST_PASSES for slot in slots)
+        look = any(slot.quant_scale == 0 and slot.passes < FIRST_RUNS for slot in slots)
         for slot in slots:
             slot.look = look
 

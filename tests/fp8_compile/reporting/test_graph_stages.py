@@ -1,4 +1,4 @@
-"""Graphs as columns of plain data: links between them, and that they read back. Real graphs: test_pass_recorder.py."""
+"""Graphs as columns of plain data: links between them, and that they read back. Real graphs: test_recorder.py."""
 
 from __future__ import annotations
 

@@ -248,7 +248,7 @@ def test_two_processes_at_once_agree_and_leave_one_whole_cache_file(tmp_path):
     machine = Machine(tmp_path, probe=met + DIES_OF_SIGILL)
     script = textwrap.dedent(f"""
         from pathlib import Path
-        from fp8_compile import onednn
+        from fp8_compile.torch_internals import onednn
         environ = {{}}
         print(onednn.examine(cpuinfo=Path({str(machine.cpuinfo)!r}), command={machine.command!r}, timeout=60,
                              cache_folder=Path({str(machine.cache)!r}), environ=environ), environ)
