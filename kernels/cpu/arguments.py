@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from fp8_compile.kernels.formats import E4M3, E5M2
 
@@ -20,3 +21,9 @@ NVFP4_LEAST_PARALLEL = 1 << 16  # multiplications per thread
 def threads_for(work: int, least: int) -> int:
     """All of torch's threads, or one for less work than ``least``."""
     return torch.get_num_threads() if work >= least else 1
+
+
+def stride_of(tensor: Tensor, dim: int) -> int:
+    """The distance from one element to the next along a dimension; 0 where there is one for all."""
+    has_it = -tensor.dim() <= dim < tensor.dim()
+    return tensor.stride(dim) if has_it and tensor.shape[dim] > 1 else 0

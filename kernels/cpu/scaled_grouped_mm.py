@@ -16,7 +16,7 @@ from fp8_compile.kernels import scaled_grouped_mm as reference
 from fp8_compile.kernels.define_op import define, filled
 from fp8_compile.kernels.operands import ANY, FP32, INDICES, check, check_value
 
-from .arguments import DTYPES, FORMATS
+from .arguments import DTYPES, FORMATS, stride_of
 from .library import library
 
 ROWS, CONTRACTION = 0, 1  # scaled_mm.cpp: what the groups divide
@@ -68,16 +68,11 @@ def _scaled_grouped_mm(
     kernels.fp8_scaled_grouped_mm(
         *(along, len(ends), ends.data_ptr(), left.shape[0], right.shape[-1], left.shape[1]),
         *(left.data_ptr(), *left.stride(), FORMATS[left.dtype]),
-        *(scale_left.data_ptr(), _stride(scale_left, 0)),
-        *(right.data_ptr(), _stride(right, -3), right.stride(-1), right.stride(-2), FORMATS[right.dtype]),
-        *(scale_right.data_ptr(), _stride(scale_right, -3), _stride(scale_right, -1)),
-        *(out.data_ptr(), DTYPES[out.dtype], _stride(out, -3), out.stride(-2), torch.get_num_threads()),
+        *(scale_left.data_ptr(), stride_of(scale_left, 0)),
+        *(right.data_ptr(), stride_of(right, -3), right.stride(-1), right.stride(-2), FORMATS[right.dtype]),
+        *(scale_right.data_ptr(), stride_of(scale_right, -3), stride_of(scale_right, -1)),
+        *(out.data_ptr(), DTYPES[out.dtype], stride_of(out, -3), out.stride(-2), torch.get_num_threads()),
     )
-
-
-def _stride(tensor: Tensor, dim: int) -> int:
-    """From one to the next along a dimension; 0 where there is one for all."""
-    return tensor.stride(dim) if tensor.dim() >= -dim and tensor.shape[dim] > 1 else 0
 
 
 scaled_grouped_mm_op = define(

@@ -16,7 +16,7 @@ from fp8_compile.kernels.define_op import define, filled
 from fp8_compile.kernels.operands import ANY, FLOATS, FP32, check, check_value
 from fp8_compile.kernels.scaled_mm import SCALE_TILE
 
-from .arguments import DTYPES, FORMATS, GEMM_LEAST_PARALLEL, threads_for
+from .arguments import DTYPES, FORMATS, GEMM_LEAST_PARALLEL, stride_of, threads_for
 from .library import library
 
 
@@ -92,17 +92,13 @@ def _multiply(
         bias = bias.to(torch.float32).contiguous()
     kernels.fp8_scaled_mm(
         *(m, n, k, left.data_ptr(), *left.stride(), FORMATS[left.dtype]),
-        *(scale_left.data_ptr(), _stride(scale_left, 0), _stride(scale_left, 1), _lines(scale_left.shape[0], m)),
+        *(scale_left.data_ptr(), stride_of(scale_left, 0), stride_of(scale_left, 1), _lines(scale_left.shape[0], m)),
         *(right.data_ptr(), right.stride(1), right.stride(0), FORMATS[right.dtype]),
-        *(scale_right.data_ptr(), _stride(scale_right, 1), _stride(scale_right, 0), _lines(scale_right.shape[1], n)),
+        *(scale_right.data_ptr(), stride_of(scale_right, 1), stride_of(scale_right, 0)),
+        _lines(scale_right.shape[1], n),
         *(None if bias is None else bias.data_ptr(), out.data_ptr(), DTYPES[out.dtype], out.stride(0), accumulate),
         threads_for(m * n * k, GEMM_LEAST_PARALLEL),
     )
-
-
-def _stride(scale: Tensor, dim: int) -> int:
-    """From one scale to the next; 0 where there is one for all."""
-    return scale.stride(dim) if scale.shape[dim] > 1 else 0
 
 
 def _lines(scales: int, size: int) -> int:

@@ -9,14 +9,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._inductor import ir
 from torch._inductor.codegen.common import DeferredLine
 from torch._inductor.dependencies import StarDep
 from torch._inductor.lowering import fallback_handler, register_lowering
-from torch._inductor.virtualized import V, ops
+from torch._inductor.virtualized import ops
 
 from fp8_compile.kernels.record_amax import record_amax_op
 from fp8_compile.torch_internals import patches
+
+from .scatter import scatter_into
 
 ATOMIC_MAX: Any = "atomic_max"  # a StoreMode
 _fallback = fallback_handler(record_amax_op, add_to_fallback_set=False)
@@ -37,17 +38,7 @@ def _lowering(amaxes: Any, x: Any, slot: int) -> Any:
     def place(index: Any) -> Any:
         return [slot]
 
-    scatter = ir.Scatter(
-        device=device,
-        dtype=amaxes.get_dtype(),
-        inner_fn=magnitude_bits,
-        ranges=list(x.get_size()),
-        output_indexer=place,
-        scatter_mode=ATOMIC_MAX,
-    )
-    buffer = ir.ComputedBuffer(name=None, layout=ir.MutationLayoutSHOULDREMOVE(amaxes), data=scatter)
-    buffer.name = V.graph.register_buffer(buffer)
-    V.graph.register_operation(buffer)
+    scatter_into(amaxes, magnitude_bits, x.get_size(), place, ATOMIC_MAX)
     return None
 
 

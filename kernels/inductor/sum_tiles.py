@@ -11,7 +11,6 @@ from typing import Any, Iterable
 
 import sympy
 import torch
-from torch._inductor import ir
 from torch._inductor.codegen.common import DeferredLine
 from torch._inductor.codegen.simd import SIMDScheduling
 from torch._inductor.codegen.triton import FixedTritonConfig
@@ -19,11 +18,13 @@ from torch._inductor.dependencies import MemoryDep
 from torch._inductor.lowering import empty_strided, fallback_handler, register_lowering
 from torch._inductor.scheduler import SchedulerNode
 from torch._inductor.utils import sympy_subs
-from torch._inductor.virtualized import V, ops
+from torch._inductor.virtualized import ops
 from torch.utils._sympy.functions import FloorDiv
 
 from fp8_compile.kernels.sum_tiles import TILE_ROWS, sum_tiles_op
 from fp8_compile.torch_internals import patches
+
+from .scatter import scatter_into
 
 LAUNCH = FixedTritonConfig({"XBLOCK": TILE_ROWS, "YBLOCK": TILE_ROWS, "num_warps": 8, "num_stages": 1})
 TILE_SUM: Any = "tile_sum"  # a StoreMode
@@ -43,17 +44,10 @@ def _lowering(x: Any) -> Any:
     def place(index: Any) -> Any:
         return [FloorDiv(index[0], TILE_ROWS), index[1]]
 
-    scatter = ir.Scatter(
-        device=device,
-        dtype=torch.float32,
-        inner_fn=lambda index: ops.to_dtype(load(index), torch.float32),
-        ranges=[rows, cols],
-        output_indexer=place,
-        scatter_mode=TILE_SUM,
-    )
-    buffer = ir.ComputedBuffer(name=None, layout=ir.MutationLayoutSHOULDREMOVE(sums), data=scatter)
-    buffer.name = V.graph.register_buffer(buffer)
-    V.graph.register_operation(buffer)
+    def values(index: Any) -> Any:
+        return ops.to_dtype(load(index), torch.float32)
+
+    scatter_into(sums, values, [rows, cols], place, TILE_SUM)
     return sums
 
 
