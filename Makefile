@@ -27,7 +27,7 @@ demo: $(BASE)    ## train a small language model in FP8 next to full precision
 	$(BIN)/python examples/quickstart.py
 
 test: $(TEST)    ## run the tests (ARGS="-k name" to choose)
-	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --durations=20 $(ARGS)
 
 fuzz: $(TEST)    ## search for defects for a while (SECONDS=300 each): sequences of calls, graphs, files, C++ under sanitizers
 	$(BIN)/python benchmarks/sequences.py
