@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
-from fp8_compile.backend.fused_inference_ops import open_fast_paths
+from fp8_compile.backend.fused_inference_ops import decompose_fused_ops
 from fp8_compile.backend.graph import new_dump, with_users
 from fp8_compile.backend.module_names import ModuleNames
 from fp8_compile.config import Config
@@ -144,7 +144,7 @@ def _compiled(program: ExportedProgram, names: ModuleNames, config: Config) -> t
     """The files that AOTInductor makes of a program, and what our passes did."""
     gm = program.module(check_guards=False)
     assert isinstance(gm, fx.GraphModule)
-    open_fast_paths(gm)
+    decompose_fused_ops(gm)
     dump, rules = new_dump(config, names), inference_rules(config)
     joint, split = ExportJoint(rules, names, dump), ExportSplit(rules, dump)
     library = ahead_of_time.linkable()

@@ -1,4 +1,4 @@
-"""Open the fused inference ops of ``nn.TransformerEncoderLayer`` and ``nn.MultiheadAttention``.
+"""Decompose the fused inference ops of ``nn.TransformerEncoderLayer`` and ``nn.MultiheadAttention``.
 
 In eval mode without gradients these modules call one opaque op for a whole layer, which hides its matmuls from
 every graph pass. The same layer in plain operations shows them; Inductor fuses what is left.
@@ -18,7 +18,7 @@ from fp8_compile.torch_internals.graphs import ENCODER_LAYER, MULTI_HEAD_ATTENTI
 ATTENTION_MASK, PADDING_MASK = 0, 1  # [T, T]; [B, T]; otherwise [B, heads, T, T]
 
 
-def open_fast_paths(gm: fx.GraphModule) -> int:
+def decompose_fused_ops(gm: fx.GraphModule) -> int:
     """Replace the opaque ops of a Dynamo graph, in place; how many there were."""
     opened = 0
     for node in gm.graph.nodes:

@@ -33,7 +33,7 @@ from fp8_compile.target import Target
 from fp8_compile.torch_internals.inductor import compile_joint, mode_options, passes_of_user
 
 from .buffers import attach_buffers, attach_state
-from .fused_inference_ops import open_fast_paths
+from .fused_inference_ops import decompose_fused_ops
 from .interpret import NO_CACHE, run_uncompiled
 from .module_names import ModuleNames
 from .report_cache import ReportCache
@@ -56,7 +56,7 @@ def compile_graph(
 ) -> tuple[Callable[..., Any], Report]:
     """Compile one graph with our passes and say what they did. ``explain`` passes an ``inner_compile`` that does
     not compile, and ``strict=False`` to get a report where a user of FP8 would get an error."""
-    open_fast_paths(gm)
+    decompose_fused_ops(gm)
     device = _device(example_inputs)
     target = config.target if isinstance(config.target, Target) else Target.of_device(device)
     names = ModuleNames.of_graph(gm, config.include)

@@ -166,7 +166,7 @@ class NVFP4Format(Format[NVFP4Weight]):
 class FP8Format(Format[FP8Weight]):
     """E4M3 with one scale per row."""
 
-    name, title, weights = "fp8", "FP8", "FP8 weights with a scale a row"
+    name, title, weights = "fp8", "FP8", "FP8 weights with one scale per row"
     matrix, linear, stack = FP8Weight, FP8Linear, FP8Stack
     activations = fp8_inputs.ACTIVATIONS
     layouts = FP8_LAYOUTS

@@ -23,7 +23,7 @@ from torch._subclasses import FakeTensorMode
 
 from fp8_compile import Config, Report, Target
 from fp8_compile.backend.explain import run_uncompiled
-from fp8_compile.backend.fused_inference_ops import open_fast_paths
+from fp8_compile.backend.fused_inference_ops import decompose_fused_ops
 from fp8_compile.backend.graph import compile_graph, make_rules
 from fp8_compile.backend.module_names import ModuleNames
 from fp8_compile.kernels.gpu.cublaslt_mm import cublaslt_mm_op
@@ -96,7 +96,7 @@ def joint_graph(
     found: list[JointGraph] = []
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        open_fast_paths(gm)
+        decompose_fused_ops(gm)
         names = ModuleNames.of_graph(gm, include)
 
         def record(graph: fx.Graph) -> None:

@@ -188,8 +188,8 @@ class FP8InCompressedTensors(Layout[FP8Weight]):
         if codes.dtype != torch.float8_e4m3fn or not shapes or scales.dtype not in WIDE:
             half = " (or a weight_scale_2, of NVFP4 in modelopt's layout)" if codes.dtype == torch.uint8 else ""
             raise ValueError(
-                f"{layer}: expected FP8 with a scale a row or one for all, codes e4m3 [N, K] and scales [N, 1], [N] or "
-                f"[1]{half}, got {codes.dtype} {tuple(codes.shape)} and {scales.dtype} {tuple(scales.shape)}"
+                f"{layer}: expected FP8 with one scale per row or one for all, codes e4m3 [N, K] and scales [N, 1], "
+                f"[N] or [1]{half}, got {codes.dtype} {tuple(codes.shape)} and {scales.dtype} {tuple(scales.shape)}"
             )
         wide = scales.to(torch.float32)
         if not bool(wide.isfinite().all()):

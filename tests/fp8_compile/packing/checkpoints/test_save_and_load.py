@@ -234,7 +234,7 @@ def test_fp8_of_other_tools_has_a_scale_a_row_or_one_for_all(shape: tuple[int, .
     save_file({"a.weight": codes, "a.weight_scale": scales, "a.bias": torch.zeros(32)}, tmp_path / "model.safetensors")
     model = nn.ModuleDict({"a": nn.Linear(48, 32)})
     if shape == (2, 16):  # blocks, as many as there are rows
-        with pytest.raises(ValueError, match=r"a: expected FP8 with a scale a row or one for all.* \(2, 16\)"):
+        with pytest.raises(ValueError, match=r"a: expected FP8 with one scale per row or one for all.* \(2, 16\)"):
             load_checkpoint(model, tmp_path)
         return
     load_checkpoint(model, tmp_path)
