@@ -122,7 +122,7 @@ class WeightCache:
         if len(fresh) < len(weights):
             marked, _ = _by_device({entry: weight for entry, weight in weights.items() if entry.marked})
             written += sampler.written(marked)
-        if self._distrusted:
+        if self._distrusted or written:  # who wrote these may have written those of other graphs, refreshed below too
             written = [*written, *self._written_elsewhere(besides=weights)]
         for entry in written:
             entry.written = True
