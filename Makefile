@@ -13,8 +13,13 @@ BASE   := $(VENV)/.installed-base
 TEST   := $(VENV)/.installed-test
 LINT   := $(VENV)/.installed-lint
 # torch first and by its exact version: from a range pip would take the newest release, with 3 GB of CUDA packages. Named
-# again beside what is installed after it, so that nothing replaces it.
-WITH_TORCH := 'torch==$(TORCH)'
+# again beside what is installed after it, so that nothing replaces it. So is its Triton: a CPU build of torch names none,
+# and pip would take the newest of our range.
+TRITON_2.13 := triton==3.7.*
+TRITON_2.14 := triton==3.8.*
+TRITON_2.15 := triton==3.9.*
+TRITON      := $(if $(filter Linux,$(shell uname -s)),$(TRITON_$(basename $(TORCH))))
+WITH_TORCH  := 'torch==$(TORCH)' $(if $(TRITON),'$(TRITON)')
 
 .PHONY: help demo test fuzz bench lint clean
 .DEFAULT_GOAL := help

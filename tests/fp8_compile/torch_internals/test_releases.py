@@ -55,6 +55,12 @@ def test_the_tests_run_on_a_supported_torch_with_its_triton() -> None:
     assert releases.SUPPORTED[releases.torch_release()] == releases.triton_release()
 
 
+def test_make_installs_the_triton_of_each_release() -> None:
+    """A CPU build of torch names no Triton: without these lines a bare clone gets the newest of our range."""
+    named = re.findall(r"^TRITON_([\d.]+) := triton==([\d.]+)\.\*$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert {releases.release_of(torch): releases.release_of(triton) for torch, triton in named} == releases.SUPPORTED
+
+
 def test_the_requirements_are_the_supported_releases() -> None:
     """``torch>=2.13,<2.16``, and Triton to match: what pip is told and what the code is told must not drift apart."""
     required = requirements()
