@@ -26,17 +26,35 @@ NAMED = "excluded: output head"
 
 def output_heads(root: nn.Module, gm: fx.GraphModule, tensors: Mapping[fx.Node, Any]) -> dict[int, str]:
     """``id(weight)`` -> reason, for the heads of a model in one graph; ``tensors`` are the values of the inputs."""
-    embeddings = dict(_embeddings(root))
-    tied = {id(table.weight): f"{NAMED}, tied to the embedding {name}" for name, table in embeddings.items()}
+    candidates = _Candidates(root)
     wide: dict[int, str] = {}
-    for _, layer in _singular(_wide_layers(root, embeddings)):
+    for layer, why in candidates.wide:
         weights = _matrices(layer)
         if _is_last(weights, gm, tensors):
-            why = f"{NAMED}, as wide as the vocabulary of {_vocabulary(layer, embeddings)}"
             wide.update(dict.fromkeys(weights, why))
-    layers = [layer for name, layer in root.named_modules() if own_name(name) in OUTPUT_HEADS]
-    named = {id(parameter): NAMED for layer in layers for parameter in layer.parameters(recurse=False)}
-    return {**named, **wide, **tied}
+    return {**candidates.named, **wide, **candidates.tied}
+
+
+def head_candidates(root: nn.Module) -> dict[int, str]:
+    """``id(weight)`` -> reason, for what may be a head of a model. Which of the wide layers are the last products of
+    their graphs is the same for two models with the same candidates and the same graph."""
+    candidates = _Candidates(root)
+    wide = {weight: why for layer, why in candidates.wide for weight in _matrices(layer)}
+    return {**candidates.named, **wide, **candidates.tied}
+
+
+class _Candidates:
+    """What a tree of modules tells of its output heads."""
+
+    def __init__(self, root: nn.Module) -> None:
+        embeddings = dict(_embeddings(root))
+        self.tied = {id(table.weight): f"{NAMED}, tied to the embedding {name}" for name, table in embeddings.items()}
+        self.wide = [
+            (layer, f"{NAMED}, as wide as the vocabulary of {_vocabulary(layer, embeddings)}")
+            for _, layer in _singular(_wide_layers(root, embeddings))
+        ]
+        layers = [layer for name, layer in root.named_modules() if own_name(name) in OUTPUT_HEADS]
+        self.named = {id(parameter): NAMED for layer in layers for parameter in layer.parameters(recurse=False)}
 
 
 def own_name(module: str) -> str:

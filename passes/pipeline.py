@@ -7,12 +7,13 @@ import hashlib
 import logging
 import pathlib
 import sys
-from typing import Callable, Protocol, Sequence
+from typing import Callable, Mapping, Protocol, Sequence
 
 from torch import fx
 
 import fp8_compile.kernels.inductor  # noqa: F401  Inductor learns our operations
 from fp8_compile.torch_internals import patches
+from fp8_compile.torch_internals.aot import name_inputs
 from fp8_compile.torch_internals.custom_pass import CustomGraphPass
 from fp8_compile.torch_internals.inductor import hash_of_files
 
@@ -128,7 +129,8 @@ class Pipeline(CustomGraphPass):
 
 
 class JointPipeline(Pipeline):
-    """The passes on forward and backward together. ``record``: the graph only records amaxes, nothing is rewritten."""
+    """The passes on forward and backward together. ``inputs``: the names of arguments that the backend has added.
+    ``record``: the graph only records amaxes, nothing is rewritten."""
 
     def __init__(
         self,
@@ -137,6 +139,7 @@ class JointPipeline(Pipeline):
         key: str,
         observer: Observer | None = None,
         *,
+        inputs: Mapping[int, str] | None = None,
         delay: DelayScales | None = None,
         weights: CachedWeights | None = None,
         record: RecordAmaxes | None = None,
@@ -145,7 +148,7 @@ class JointPipeline(Pipeline):
     ) -> None:
         self.packed = MultiplyPacked(names, rules.target)
         self.rewrite = RewriteMatmuls(rules, names, strict=strict)
-        self.ran = False
+        self.ran, self.inputs = False, inputs or {}
         rewrites, on_cpu = record is None, rules.target == "cpu"
         many_scales = rules.recipe in ("rowwise", "blockwise")
         # fmt: off
@@ -172,6 +175,7 @@ class JointPipeline(Pipeline):
 
     def __call__(self, graph: fx.Graph) -> None:
         self.ran = True
+        name_inputs(graph, self.inputs)
         super().__call__(graph)
 
     def phase(self, graph: fx.Graph) -> str:

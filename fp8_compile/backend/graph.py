@@ -7,11 +7,12 @@ its joint graph; a report says what was done.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from typing import TYPE_CHECKING, Any, Callable, Mapping, Sequence
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from fp8_compile.config import Config
 from fp8_compile.passes.graph.row import code_path
@@ -23,23 +24,26 @@ from fp8_compile.passes.pipeline import JointPipeline, SplitPipeline
 from fp8_compile.report import Report
 from fp8_compile.scaling.coverage import note
 from fp8_compile.scaling.find_state import state_of_compilation
-from fp8_compile.scaling.graph_slots import GraphPool, PoolFull, open_pool, update_rule
+from fp8_compile.scaling.graph_slots import BoundSlots, GraphSlots, open_slots, update_rule
 from fp8_compile.scaling.graph_weights import GraphWeights, open_weights
-from fp8_compile.scaling.loss_scale import GraphLossScale, loss_scale_of_compilation
+from fp8_compile.scaling.layout import LayoutFull, Prefix
+from fp8_compile.scaling.loss_scale import GraphLossScale, loss_scale_of
 from fp8_compile.scaling.recorder import RunRecorder
 from fp8_compile.scaling.state import ScalingState
 from fp8_compile.selection import Selection
 from fp8_compile.target import Target
+from fp8_compile.torch_internals.dynamo import add_inputs, compiled_modules, frame_code, own_copy
+from fp8_compile.torch_internals.graphs import fake_like
 from fp8_compile.torch_internals.inductor import compile_joint, mode_options, passes_of_user
 
-from .buffers import attach_buffers, attach_state
 from .fused_inference_ops import decompose_fused_ops
 from .interpret import NO_CACHE, run_uncompiled
 from .module_names import ModuleNames
 from .report_cache import ReportCache
 from .rules import make_rules
-from .runner import Runner
-from .shared_frames import keep_apart, keep_each_apart, make_room
+from .runner import Code
+from .shared_code import Caller, GraphInputs, SharedCode
+from .variants import keep_apart
 
 if TYPE_CHECKING:
     from fp8_compile.reporting.dump import GraphDump
@@ -56,6 +60,7 @@ def compile_graph(
 ) -> tuple[Callable[..., Any], Report]:
     """Compile one graph with our passes and say what they did. ``explain`` passes an ``inner_compile`` that does
     not compile, and ``strict=False`` to get a report where a user of FP8 would get an error."""
+    gm = own_copy(gm)
     decompose_fused_ops(gm)
     device = _device(example_inputs)
     target = config.target if isinstance(config.target, Target) else Target.of_device(device)
@@ -65,21 +70,13 @@ def compile_graph(
     state = state_of_compilation(gm) if config.recipe == "delayed" else None
     trains = torch.is_grad_enabled() and any(_has_gradient(item) for item in (*example_inputs, *gm.parameters()))
     keeps_state = state is not None and (trains or state.frozen is not None)
-    make_room(gm)
-    if keeps_state:
-        keep_each_apart(gm)
-    else:
-        keep_apart(selection)
+    keep_apart(gm, config)
     rules = make_rules(config, target, selection)
-    pool = None
+    slots = None
     if state is not None and keeps_state:
-        modules = {names.module_of(node) for node in gm.graph.nodes}
-        pool = open_pool(gm, modules, config, rules, device, state, trains=trains)
+        slots = open_slots(gm, config, rules, device, state, names.frame, trains=trains)
     elif state is not None:
         rules = dataclasses.replace(rules, recipe="tensorwise")  # what a call computes does not depend on calls before
-    loss_scale = loss_scale_of_compilation(gm, config, strict=strict)
-    if pool and loss_scale:
-        pool.state.set_gradient_unit(loss_scale.value)
     graph = _Graph(
         gm,
         example_inputs,
@@ -89,9 +86,9 @@ def compile_graph(
         strict,
         {**(mode_options(mode) if mode else {}), **config.inductor},
         state,
-        pool,
-        open_weights(gm, pool, rules) if pool and trains else None,
-        loss_scale,
+        slots,
+        open_weights(gm, slots, rules) if slots and trains else None,
+        loss_scale_of(compiled_modules(gm), frame_code(), config, strict=strict),
         device,
         trains,
     )
@@ -113,7 +110,7 @@ class _Graph:
     strict: bool
     patches: dict[str, Any]
     state: ScalingState | None  # of the model, under delayed scaling
-    pool: GraphPool | None  # the graph's slots in it, if it has any
+    slots: GraphSlots | None  # the graph's, if it has any
     weights: GraphWeights | None
     loss_scale: GraphLossScale | None
     device: torch.device
@@ -125,52 +122,47 @@ class _Graph:
             dump = new_dump(self.config, self.names)
             try:
                 compiled, report = self._compile_once(inner_compile, dump)
-                return self._with_state(compiled, dump), report
-            except PoolFull as full:
-                assert self.pool is not None
-                self.pool.make_room(full.direction, full.needed)
+                return self._with_state(compiled, report, dump), report
+            except LayoutFull as full:
+                assert self.slots is not None
+                del self._added
+                self.slots.make_room(full.direction, full.needed)
 
     def _compile_once(
         self, inner_compile: Callable[..., Any] | None, dump: GraphDump | None
     ) -> tuple[Callable[..., Any], Report]:
-        config, pool, loss_scale, weights = self.config, self.pool, self.loss_scale, self.weights
+        config, slots, weights = self.config, self.slots, self.weights
         stored = ReportCache.entry(self.gm, self.example_inputs, self._key())
-        if pool:
-            attach_state(self.gm, pool, stats=config.stats)
-        if weights:
-            attach_buffers(self.gm, weights.buffers())
-        if loss_scale:
-            attach_buffers(self.gm, loss_scale.buffers(self.device))
+        if slots and stored.stored and not slots.may_adopt(stored.slots):
+            stored = ReportCache.entry(self.gm, self.example_inputs, self._key() + slots.layout.fingerprint)
         joint = self._joint_pipeline(stored.key, dump, look_first=self._looks_itself)
         split = SplitPipeline(self.rules, stored.key, dump)
         compiled = self._compile_fx(joint, split, self.patches, inner_compile)
 
         if joint.ran:
             report = Report(tuple(joint.rows), config.recipe, self.rules.target, cache="off" if dump else "miss")
-            stored.write(report, pool.to_list() if pool else [], weights.to_list() if weights else [])
+            stored.write(report, slots.to_list() if slots else [], weights.to_list() if weights else [])
         else:
             report = stored.read()
-            if pool:
-                pool.adopt(stored.slots)
+            if slots:
+                slots.adopt(stored.slots)
             if weights:
                 weights.adopt(stored.weights)
-        if weights:
-            weights.finish()
         if dump:
-            dump.slot_names = pool.names() if pool else {}
+            dump.slot_names = slots.names() if slots else {}
             dump.write_report(report)
         return compiled, report
 
     def _key(self) -> str:
         """Everything that the code depends on beside the graph and its inputs."""
-        pool, weights, loss_scale = self.pool, self.weights, self.loss_scale
+        slots, weights, loss_scale = self.slots, self.weights, self.loss_scale
         state = (
-            pool.fingerprint if pool else None,
+            slots.fingerprint if slots else None,
             weights.fingerprint if weights else None,
             loss_scale.wide if loss_scale else None,
-            pool.state.held if pool else None,
+            slots.state.held if slots else None,
         )
-        lines = [code_path(node) for node in self.gm.graph.nodes] if pool else None  # slots are told apart by them
+        lines = [code_path(node) for node in self.gm.graph.nodes] if slots else None  # slots are told apart by them
         names = self.names.fingerprint(self.gm)
         return repr((self.config.fingerprint(), self.rules.target, names, state, lines))
 
@@ -179,24 +171,39 @@ class _Graph:
         """True if the compiled code can scale a tensor by its own amax, when it has no history: see ``runner.py``."""
         return self.rules.target == "cpu"
 
-    def _with_state(self, compiled: Callable[..., Any], dump: GraphDump | None) -> Callable[..., Any]:
+    @functools.cached_property
+    def _added(self) -> dict[str, Tensor]:
+        """What the code is given after the arguments of the graph: name -> example."""
+        found: dict[str, Tensor] = {}
+        with fake_like(self.example_inputs):
+            for part in (self.slots, self.weights):
+                found |= part.examples(self.device) if part else {}
+            if self.loss_scale:
+                found |= self.loss_scale.examples(self.device)
+        return found
+
+    def _with_state(self, compiled: Code, report: Report, dump: GraphDump | None) -> Code:
         """The code with the state that it needs, call after call."""
-        pool, steps = self.pool, self.config.warmup_steps
-        if self.state is None or (self.trains and not (pool and pool.places)):
+        if not self._added and (self.state is None or self.trains):
             return compiled
-        if pool is None or not pool.places:
-            return Runner(compiled, self.state, trains=self.trains)
-        records = dump is not None and dump.trains and self.config.stats
-        return Runner(
+        slots = self.slots if self.slots and self.slots.uses else None
+        looks = slots is not None and not slots.frozen and not self._looks_itself
+        warms = slots is not None and self.config.warmup_steps > 0 and torch.is_grad_enabled()
+        records = slots is not None and dump is not None and dump.trains and self.config.stats
+        return SharedCode(
             compiled,
-            self.state,
-            pool,
-            self.weights,
-            trains=self.trains,
-            looking=None if self._looks_itself or pool.frozen else self._compile_looking(),
-            warming=self._compile_warm_up() if steps and torch.is_grad_enabled() else None,
-            warmup_steps=steps,
-            recorder=RunRecorder(dump.path, pool, dump.refresh_page) if dump and records else None,
+            Caller(self.gm),
+            self.config,
+            GraphInputs(self.slots, self.weights, self.loss_scale is not None, self.device),
+            self.names.parameters(),
+            Prefix(self.names.frame),
+            self.trains,
+            self.state is not None,
+            list(self._added.values()),
+            bool(report.rewritten),
+            looking=self._compile_looking() if looks else None,
+            warming=self._compile_warm_up() if warms else None,
+            new_recorder=functools.partial(_new_recorder, dump) if dump and records else None,
         )
 
     def _compile_looking(self) -> Callable[..., Any]:
@@ -206,9 +213,9 @@ class _Graph:
 
     def _compile_warm_up(self) -> Callable[..., Any]:
         """The graph uncompiled and in high precision, recording amaxes."""
-        assert self.pool is not None
-        rule, held = update_rule(self.config), self.pool.state.held
-        record = RecordAmaxes(self.rules, self.names, self.pool, rule, held=held)
+        assert self.slots is not None
+        rule, held = update_rule(self.config), self.slots.state.held
+        record = RecordAmaxes(self.rules, self.names, self.slots, rule, held=held)
         joint = self._joint_pipeline("warm-up", None, look_first=True, record=record)
         return self._compile_fx(joint, None, {**self.patches, **NO_CACHE}, run_uncompiled)
 
@@ -216,15 +223,16 @@ class _Graph:
         self, key: str, dump: GraphDump | None, *, look_first: bool, record: RecordAmaxes | None = None
     ) -> JointPipeline:
         delay = None
-        if self.pool:
-            rule, held = update_rule(self.config), self.pool.state.held
-            delay = DelayScales(self.pool, rule, look_first=look_first, stats=self.config.stats, held=held)
+        if self.slots:
+            rule, held = update_rule(self.config), self.slots.state.held
+            delay = DelayScales(self.slots, rule, look_first=look_first, stats=self.config.stats, held=held)
         scale_loss = ScaleLoss(self.names, wide=self.loss_scale.wide) if self.loss_scale else None
         return JointPipeline(
             self.rules,
             self.names,
             key,
             dump,
+            inputs=dict(enumerate(self._added, start=len(self.example_inputs))),
             delay=delay,
             record=record,
             scale_loss=scale_loss,
@@ -242,10 +250,17 @@ class _Graph:
         ours = {"joint_custom_pre_pass": with_users("joint_custom_pre_pass", joint, patches)}
         if split:
             ours["post_grad_custom_pre_pass"] = with_users("post_grad_custom_pre_pass", split, patches)
+        gm = own_copy(self.gm)
+        add_inputs(gm, self._added)
         # The first run in FP8 comes after the warm-up: nothing may be left to compile then, as backward of dynamic
         # shapes would be.
         whole = self.config.warmup_steps > 0
-        return compile_joint(self.gm, self.example_inputs, {**patches, **ours}, inner_compile, whole=whole)
+        inputs = [*self.example_inputs, *self._added.values()]
+        return compile_joint(gm, inputs, {**patches, **ours}, inner_compile, whole=whole)
+
+
+def _new_recorder(dump: GraphDump, slots: BoundSlots) -> RunRecorder:
+    return RunRecorder(dump.path, slots, dump.refresh_page)
 
 
 def new_dump(config: Config, names: ModuleNames) -> GraphDump | None:

@@ -45,7 +45,7 @@ class ModuleNames:
         heads: Mapping[str, str] | None = None,
         shapes: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
-        self._modules, self._inputs, self._frame = modules, list(inputs), frame
+        self._modules, self._inputs, self.frame = modules, list(inputs), frame  # the module of the frame
         self._include, self._shapes = include, shapes or {}
         self.heads = heads or {}  # dotted name of an output head's weight -> the reason against it
         self.known = sorted(set(known))  # every dotted name a pattern may match
@@ -81,12 +81,16 @@ class ModuleNames:
         """Dotted name of the module that a node, forward or backward, was written in."""
         stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
         if not stack:
-            return self._frame
+            return self.frame
         key, (path, _) = list(stack.items())[-1]
         identity = str(key).partition("@")[0]  # "<id>@1": the second call of one module
         if identity.isdigit() and int(identity) in self._modules:
             return self._modules[int(identity)]
-        return _join(self._frame, normalise(path))
+        return _join(self.frame, normalise(path))
+
+    def parameters(self) -> dict[int, tuple[str, ...]]:
+        """Argument of the graph -> names, of those that are parameters."""
+        return {index: item.names for index, item in enumerate(self._inputs) if item.kind == "parameter"}
 
     def parameters_of(self, placeholder: fx.Node) -> tuple[str, ...]:
         """Dotted names of the parameter that a placeholder of the joint graph stands for, if it does."""
@@ -167,11 +171,11 @@ def _heads(
     instance, is judged as what it is in the model, if one of the functions that called it has that at hand."""
     reasons: dict[int, str] = {}
     for _, module in _roots():
-        reasons |= output_heads(_whole_model(module), gm, values)
+        reasons |= output_heads(whole_model(module), gm, values)
     return {name: why for key, why in reasons.items() if key in tensors for name in tensors[key].names}
 
 
-def _whole_model(part: nn.Module) -> nn.Module:
+def whole_model(part: nn.Module) -> nn.Module:
     """The largest module that has ``part`` in it, among the variables of the functions that are running."""
     frame: FrameType | None = sys._getframe()
     largest, most = part, 0

@@ -18,16 +18,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from typing import Any, Callable, Iterator
+from typing import Any, Callable, Iterator, Sequence
+
+from torch import Tensor
 
 from fp8_compile.kernels.delayed_scaling import ABSENT
 from fp8_compile.passes.graph.slot import Place, Slot
-from fp8_compile.scaling.graph_slots import GraphPool
-from fp8_compile.scaling.graph_weights import FreshWeights, GraphWeights
+from fp8_compile.scaling.graph_slots import BoundSlots
+from fp8_compile.scaling.graph_weights import FreshWeights
 from fp8_compile.scaling.recorder import RunRecorder
 from fp8_compile.scaling.state import ScalingState
 from fp8_compile.torch_internals.autograd import is_recomputation
-from fp8_compile.torch_internals.graphs import is_fake
 
 log = logging.getLogger("fp8_compile")
 
@@ -49,9 +50,10 @@ class Runner:
     def __init__(
         self,
         compiled: Code,
-        state: ScalingState,
-        pool: GraphPool | None = None,
-        weights: GraphWeights | None = None,
+        state: ScalingState | None,
+        slots: BoundSlots | None = None,
+        inputs: Sequence[Tensor] = (),
+        fresh: FreshWeights | None = None,
         *,
         trains: bool,
         looking: Code | None = None,
@@ -59,18 +61,16 @@ class Runner:
         warmup_steps: int = 0,
         recorder: RunRecorder | None = None,
     ) -> None:
-        """``pool``: the graph's slots; None or empty: it reads no scaling state. ``looking``: the twin that looks; None
-        where the compiled code can do that itself. ``warming``: the twin for the first steps, if there are any."""
+        """``state``: of the model, under delayed scaling; ``slots``: the graph's in it; None or empty: it reads none.
+        ``inputs``: what the codes are given after the arguments. ``looking``: the twin that looks; None where the
+        compiled code can do that itself. ``warming``: the twin for the first steps, if there are any."""
         self.compiled, self.looking, self.warming, self.warmup_steps = compiled, looking, warming, warmup_steps
-        self.state, self.trains, self.recorder = state, trains, recorder
-        self.fresh = FreshWeights(weights) if weights is not None and weights.uses else None
-        slots = pool.places if pool is not None else {}
-        self.tables = [state.tables[index] for index in {place.table for place in slots.values()}]
-        self._slots = list(slots.values())
-        # Copies of weights are quantized when the graph runs: their slots are not waited for.
-        copied = weights.slots if weights is not None else set()
-        self._waits_for = {slot: place for slot, place in slots.items() if slot not in copied}
-        self._looks = bool(slots) and pool is not None and not pool.frozen
+        self.state, self.inputs, self.fresh = state, tuple(inputs), fresh
+        self.trains, self.recorder = trains, recorder
+        places = slots.places if slots is not None else {}
+        self._waits_for, self._slots = places, list(places.values())
+        self.tables = [slots.state.tables[index] for index in {place.table for place in self._slots}] if slots else []
+        self._looks = bool(places) and slots is not None and not slots.frozen
         # What was found out about the state, each with the epoch in which it was.
         self._complete = -1  # all histories are there
         self._without: tuple[int, dict[Slot, Place]] = (-1, {})  # the slots that had no history at first
@@ -79,22 +79,24 @@ class Runner:
     def __call__(self, *args: Any) -> Any:
         if self.fresh is not None:
             self.fresh(args)
-        if not self.trains and (copies := self.state.weights) is not None:
+        state = self.state
+        if state is None:
+            return self.compiled(*args, *self.inputs)
+        if not self.trains and (copies := state.weights) is not None:
             # To evaluate a model, users put other weights into it through .data, which no version counter tells.
             copies.distrust()
         if self.tables and is_recomputation():
             with self._hidden():
-                return self._code(args, again=True)(*args)
+                return self._code(args, again=True)(*args, *self.inputs)
         if self.recorder is not None:
             self.recorder.begin_run()
-        if self.warming is None and (self._complete == self.state.epoch or not self._looks):
-            return self.compiled(*args)
-        return self._code(args, again=False)(*args)
+        if not self._looks or (self.warming is None and self._complete == state.epoch):
+            return self.compiled(*args, *self.inputs)
+        return self._code(args, again=False)(*args, *self.inputs)
 
     def _code(self, args: tuple[Any, ...], *, again: bool) -> Code:
         """The code of the phase that the graph is in. ``again``: this is a recomputation."""
-        if any(map(is_fake, args)):
-            return self.compiled
+        assert self.state is not None
         if self.warming is not None and self._is_warming(again):
             return self.warming
         if not self._looks or self._complete == self.state.epoch:
@@ -106,6 +108,7 @@ class Runner:
 
     def _is_warming(self, again: bool) -> bool:
         """True for the first steps: of the optimizer where one is attached, otherwise runs of this graph."""
+        assert self.state is not None
         epoch, runs = self._runs
         if epoch != self.state.epoch:  # the first time, and when a state was loaded or forgotten
             runs = self.state.runs(self._slots)
@@ -116,6 +119,7 @@ class Runner:
 
     def _is_looking(self) -> bool:
         """True if histories are missing. A tensor that was zero in all its first runs is not waited for."""
+        assert self.state is not None
         missing = self.state.without_history(self._waits_for)
         if self._without[0] != self.state.epoch:
             self._without = self.state.epoch, {slot: self._waits_for[slot] for slot in missing}

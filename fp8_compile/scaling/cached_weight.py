@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,17 +13,22 @@ from fp8_compile.passes.graph.slot import Place, Slot
 from fp8_compile.torch_internals.autograd import version
 from fp8_compile.torch_internals.modules import local_part
 
+if TYPE_CHECKING:
+    from .weight_cache import WeightCache
+
 
 @dataclasses.dataclass(eq=False)
 class CachedWeight:
-    """One weight's copy. ``slot`` is None until a graph has asked for it."""
+    """One weight's copy, for every graph that reads it."""
 
+    cache: WeightCache  # that renews it: of the model which had the weight first
+    slot: Slot
+    at: Place  # of the slot, in the tables of the cache's state
     codes: Tensor
     transposed: Tensor | None
-    slot: Slot | None = None
-    place: Place | None = None
+    scales: Tensor  # [2] fp32, the quant_scale that the copy was made with and its inverse
+    weight: weakref.ref[Tensor]  # that the copy was made from, or will be
     via: torch.dtype | None = None  # rounded to that dtype first, as autocast does
-    weight: weakref.ref[Tensor] | None = None  # that the copy was made from, or will be
     seen: tuple[Tensor, int, int, int] | None = None  # see made_from()
     marked: bool = False  # as changed, whatever its version says
     written: bool = False  # by someone who left its version as it was
@@ -53,13 +59,7 @@ class CachedWeight:
 
     def current(self) -> Tensor | None:
         """That weight, while it is there."""
-        return self.weight() if self.weight is not None else None
-
-    @property
-    def at(self) -> Place:
-        """The place of the slot, once a graph has asked for the copy."""
-        assert self.place is not None, self.slot
-        return self.place
+        return self.weight()
 
     def tensors(self) -> list[Tensor]:
         return [tensor for tensor in (self.codes, self.transposed) if tensor is not None]

@@ -23,8 +23,7 @@ def note(gm: fx.GraphModule, report: Report) -> None:
     """A graph was compiled: remember which modules have FP8 matmuls now, or say that they have none."""
     modules = compiled_modules(gm)
     if report.rewritten:
-        for inner in (inner for module in modules for inner in module.modules()):
-            model_state(inner).has_fp8_matmul = True
+        note_fp8(modules)
         return
     if any(map(_is_settled, modules)):
         return
@@ -33,6 +32,12 @@ def note(gm: fx.GraphModule, report: Report) -> None:
             model_state(module).told_without_fp8 = True
         name = type(modules[0]).__name__ if modules else "a compiled function"
         log.warning("backend='fp8' found no matmul of %s to run in FP8: %s", name, why)
+
+
+def note_fp8(modules: Iterable[nn.Module]) -> None:
+    """Code with FP8 matmuls runs for these."""
+    for inner in (inner for module in modules for inner in module.modules()):
+        model_state(inner).has_fp8_matmul = True
 
 
 def note_step(model: nn.Module) -> None:

@@ -40,13 +40,16 @@ def states_within(model: nn.Module) -> dict[str, ScalingState]:
 
 def state_of_compilation(gm: fx.GraphModule) -> ScalingState:
     """The state of what Dynamo is compiling: of the compiled module, or of those that a compiled function runs."""
-    modules, code = compiled_modules(gm), frame_code()
+    return state_of_modules(compiled_modules(gm), frame_code())
+
+
+def state_of_modules(modules: list[nn.Module], code: CodeType | None) -> ScalingState:
+    """The state of the modules that a compiled code runs for."""
     if not modules:
         return _of_code(code).own() if code is not None else ScalingState()
     state = _state_of_module(modules[0]) if len(modules) == 1 else _state_of_several(modules)
     if code is not None:
         _of_code(code).newest = weakref.ref(state)
-        state.compiled_with(code)
     return state
 
 

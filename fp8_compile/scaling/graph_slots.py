@@ -1,22 +1,26 @@
-"""The part of a model's scaling state that one graph is compiled with."""
+"""The slots of one graph: while it is compiled, places for its tensors; afterwards, what they are for a module."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from typing import TYPE_CHECKING, Any, Container, Iterable
+import weakref
+from typing import TYPE_CHECKING, Any, Container, Iterable, Iterator
 
 import torch
 from torch import Tensor, fx
 
 from fp8_compile.config import Config
+from fp8_compile.kernels.delayed_scaling import STEADY
 from fp8_compile.passes.graph.roles import Role
 from fp8_compile.passes.graph.rules import Rules
-from fp8_compile.passes.graph.slot import BACKWARD, FORWARD, FROZEN, Place, Slot, TensorUse, buffer_name
+from fp8_compile.passes.graph.slot import BACKWARD, FIELDS, FORWARD, FROZEN, STATS, Place, TensorUse, buffer_name
 from fp8_compile.passes.graph.update_rule import UpdateRule
-from fp8_compile.torch_internals.dynamo import compilation, frame_key
+from fp8_compile.torch_internals.dynamo import compilation, frame_code, frame_key, frame_module, modules_read
+from fp8_compile.torch_internals.modules import unwrap
 
-from .table import Table, TableKind
+from .layout import Layout, Prefix, layout_of, moved, operand_of
+from .table import TableKind
 
 if TYPE_CHECKING:
     from .state import ScalingState
@@ -24,146 +28,149 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("fp8_compile")
 
-LEAST_ROWS = 32  # of a table
 # Ops of a Dynamo graph that become matmuls, by a part of their name.
 MATMULS = ("linear", "matmul", "mm", "einsum", "attention", "tensordot", "multi_head", "lstm", "gru", "rnn", "bilinear")
 SLOTS_PER_MATMUL = 4  # two operands in forward, seldom more than one gradient, and some to spare
 
 
-class PoolFull(Exception):
-    """A graph has more quantized tensors than was foreseen: ``needed`` rows would do."""
-
-    def __init__(self, direction: str, needed: int) -> None:
-        super().__init__(direction, needed)
-        self.direction, self.needed = direction, needed
-
-
-class GraphPool:
-    """The slots of one graph: places in tables of the model's state. ``buffers`` are the tensors that it is given.
-
-    ``frame`` is the piece of the model's code that the graph was made of: graphs for other sizes come from the same
-    frame and have the same slots, those on the other side of a graph break from another one. A pool with tables of
-    frozen scales alone is for inference; it has places for inputs whose scales are frozen.
-    """
+class GraphSlots:
+    """Places in the layout of the graph's frame, for the tensors that passes ask about. A layout with tables of frozen
+    scales alone is for inference; then there are places for inputs whose scales are frozen."""
 
     def __init__(
-        self,
-        state: ScalingState,
-        kinds: Iterable[TableKind],
-        room: int,
-        modules: Container[str] = (),
-        frame: str = "",
+        self, layout: Layout, state: ScalingState, prefix: Prefix, *, room: int, stats: bool = False
     ) -> None:
-        """``room``: how many slots the graph may need. A graph whose ``modules`` have slots already, from a graph for
-        other sizes, will hardly need new ones."""
-        self.state, self.frame, self.places = state, frame, dict[Slot, Place]()
-        self._uses: dict[TensorUse, Slot] = {}
-        self._kinds = {kind.direction: kind for kind in kinds}
-        self._tables: dict[str, list[int]] = {}
-        for kind in self._kinds.values():
-            tables = [index for index, table in enumerate(state.tables) if table.kind == kind]
-            known = any(slot.layer in modules for index in tables for slot in state.tables[index].slots)
-            self._tables[kind.direction] = tables
-            self.make_room(kind.direction, 0 if known else room)
-        given = {index: state.tables[index] for index in sum(self._tables.values(), [])}
-        rows = [(index, table.capacity, table.slots) for index, table in given.items()]
-        self.fingerprint = repr((frame, state.uses, rows, sorted(state.frozen or ()) if self.frozen else ()))
+        """``room``: how many slots the graph may need. ``state``, ``prefix``: of the module that it is compiled for."""
+        self.layout, self._state, self.prefix = layout, weakref.ref(state), prefix
+        self.fields = (*FIELDS, STATS) if stats else FIELDS
+        self.uses: dict[TensorUse, Place] = {}
+        known = bool(layout.tables)  # a graph for other sizes was there: this one will hardly need new slots
+        for direction in layout.kinds:
+            layout.make_room(direction, 0 if known else room)
+        self.given = list(range(len(layout.tables)))  # tables that the code gets; others may come later
+
+    @property
+    def state(self) -> ScalingState:
+        """That of the module that the graph is compiled for. Code is for others too, and keeps none alive."""
+        state = self._state()
+        assert state is not None, "the state of a module that is compiled is there"
+        return state
 
     @property
     def frozen(self) -> bool:
         """True if the graph only reads scales that the user has fixed."""
-        return FROZEN in self._kinds
+        return FROZEN in self.layout.kinds
+
+    @property
+    def fingerprint(self) -> str:
+        """What code depends on, but for the places that its tensors get."""
+        frozen = sorted(map(self.prefix.local, self.state.frozen or ())) if self.frozen else ()
+        return repr((self.layout.sizes, self.fields, frozen))
 
     def make_room(self, direction: str, room: int) -> None:
-        """Add a table unless the last one has that many rows left. It has room for several graphs: those on the two
-        sides of a graph break give each other room after a jump only if they share a table."""
-        kind, tables = self._kinds[direction], self._tables[direction]
-        last = self.state.tables[tables[-1]] if tables else None
-        if last is None or last.capacity - len(last.slots) < room:
-            self.state.tables.append(Table(kind, max(LEAST_ROWS, 2 * room), self.state.unit(kind.direction)))
-            tables.append(len(self.state.tables) - 1)
-
-    def buffers(self, fields: Iterable[str]) -> dict[str, Tensor]:
-        """Name in the graph -> tensor."""
-        return {
-            buffer_name(direction, index, field): getattr(self.state.tables[index], field)
-            for direction, tables in self._tables.items()
-            for index in tables
-            for field in fields
-        }
-
-    def tables(self, direction: str) -> list[int]:
-        """The tables that the graph is given."""
-        return self._tables.get(direction, [])
+        """Add a table: the graph is compiled once more."""
+        self.layout.make_room(direction, room)
+        self.given = list(range(len(self.layout.tables)))
+        self.uses.clear()
 
     def direction(self, tensor: TensorUse) -> str:
         return FROZEN if self.frozen else tensor.direction
 
-    def slot_of(self, tensor: TensorUse) -> Slot:
-        """The slot of a tensor of this graph."""
-        slot = self.state.slot_of(tensor, self.frame)
-        other = next((use for use, its in self._uses.items() if its == slot and use != tensor), None)
-        assert other is None, f"{slot} would stand for two tensors of one graph: {other} and {tensor}"
-        return slot
-
     def place(self, tensor: TensorUse) -> Place | None:
-        slot = self.slot_of(tensor)
-        if self.frozen and self.state.frozen_reach(slot) is None:
-            if tensor.role is Role.INPUT:
-                log.warning("%s has no frozen scale: it takes its own, as without freeze_scales()", slot)
-            return None
-        self._uses[tensor] = slot
-        place = self.place_of(slot, self.direction(tensor))
-        if place is None:
-            direction = self.direction(tensor)
-            index = self._tables[direction][-1]
-            table = self.state.tables[index]
-            if len(table.slots) == table.capacity:
-                raise PoolFull(direction, table.capacity)
-            place = self.places[slot] = Place(index, table.add(slot))
-            self.state.fill(slot, tensor, table, place.row)
-        return place
+        operand = operand_of(tensor, self.prefix)
+        other = next((use for use in self.uses if use != tensor and operand_of(use, self.prefix) == operand), None)
+        assert other is None, f"{operand} would stand for two tensors of one graph: {other} and {tensor}"
+        if self.frozen:
+            slot = self.state.slot_of(tensor, self.layout.frame)
+            if self.state.frozen_reach(slot) is None:
+                if tensor.role is Role.INPUT:
+                    log.warning("%s has no frozen scale: it takes its own, as without freeze_scales()", slot)
+                return None
+        self.uses[tensor] = self.layout.place(operand, self.direction(tensor))
+        return self.uses[tensor]
 
-    def place_of(self, slot: Slot, direction: str) -> Place | None:
-        """Where a slot is, if it has a place already."""
-        for index in self._tables[direction]:
-            table = self.state.tables[index]
-            if slot in table.slots:
-                self.places[slot] = Place(index, table.slots.index(slot))
-                return self.places[slot]
-        return None
+    def examples(self, device: torch.device) -> dict[str, Tensor]:
+        """Name in the graph -> a tensor like those that the code will be given."""
+        found = {}
+        for name, index, field in self._inputs():
+            rows, length = self.layout.tables[index].capacity, self.layout.tables[index].kind.length
+            shapes = {"amaxes": (rows,), "history": (rows, length), "scales": (2, rows), "counts": (STEADY + 1, rows)}
+            dtype = {"counts": torch.int32, STATS: torch.float64}.get(field, torch.float32)
+            found[name] = torch.empty(shapes.get(field, (rows, 5)), dtype=dtype, device=device)
+        return found
+
+    def _inputs(self) -> Iterator[tuple[str, int, str]]:
+        for index in self.given:
+            for field in self.fields:
+                yield buffer_name(self.layout.tables[index].kind.direction, index, field), index, field
+
+    def bound(self, state: ScalingState, prefix: Prefix, *, besides: Container[TensorUse] = ()) -> BoundSlots:
+        """The slots as a module has them, but for tensors that are quantized elsewhere."""
+        tables = state.tables_for(self.layout, prefix)
+        inputs = [getattr(state.tables[tables[index]], field) for _, index, field in self._inputs()]
+        bound = BoundSlots(state, {}, inputs, frozen=self.frozen)
+        for use, place in self.uses.items():
+            if use in besides:
+                continue
+            own, at = moved(use, self.prefix, prefix), Place(tables[place.table], place.row)
+            slot = state.slot_of(own, self.layout.frame)
+            state.occupy(slot, own, at)
+            bound.places[slot] = at
+        return bound
 
     def names(self) -> dict[str, str]:
-        """Tensor of the graph -> the name of its slot."""
-        return {str(use): str(slot) for use, slot in self._uses.items()}
+        """Tensor of the graph -> the name of its slot in the module that it is compiled for."""
+        return {str(use): str(self.state.slot_of(use, self.layout.frame)) for use in self.uses}
 
     def to_list(self) -> list[Any]:
         """Plain data for the report cache: what a graph from Inductor's cache has built in."""
-        places = {use: self.places[slot] for use, slot in self._uses.items()}
-        return [[*dataclasses.astuple(use), *dataclasses.astuple(place)] for use, place in places.items()]
+        return [[*dataclasses.astuple(use), *dataclasses.astuple(place)] for use, place in self.uses.items()]
+
+    def may_adopt(self, stored: Iterable[Any]) -> bool:
+        """True if code from Inductor's cache was compiled with places that are right here, too: each is taken by the
+        same tensor or free."""
+        return all(
+            self.layout.may_have(operand_of(use_from_list(use), self.prefix), Place(table, row))
+            for *use, table, row in stored
+        )
 
     def adopt(self, stored: Iterable[Any]) -> None:
         """Take the places that code from Inductor's cache was compiled with."""
-        for *use, table, row in stored:
-            given = self.place(use_from_list(use))
-            assert given == Place(table, row), "the cache's key covers the places of all slots"
+        for *fields, table, row in stored:
+            use = use_from_list(fields)
+            self.layout.put(operand_of(use, self.prefix), Place(table, row))
+            self.uses[use] = Place(table, row)
 
 
-def open_pool(
+@dataclasses.dataclass
+class BoundSlots:
+    """The slots of one graph for one module that runs it; ``inputs`` are the tensors that the code is given."""
+
+    state: ScalingState
+    places: dict[Any, Place]
+    inputs: list[Tensor]
+    frozen: bool = False
+
+
+def open_slots(
     gm: fx.GraphModule,
-    modules: Container[str],
     config: Config,
     rules: Rules,
     device: torch.device,
     state: ScalingState,
+    prefix: str,
     *,
     trains: bool,
-) -> GraphPool:
-    """The slots for a graph of these modules, with room for those it may need. One that does not train has frozen
-    scales alone."""
+) -> GraphSlots:
+    """The slots for a graph, with room for those it may need. One that does not train has frozen scales alone."""
     room = SLOTS_PER_MATMUL * max(1, _matmuls(gm))
+    code = frame_code()
     frame = state.begin_graph(frame_key(), compilation())
-    return GraphPool(state, _kinds(config, rules, device, trains), room, modules, frame)
+    _, module = frame_module()
+    modules = [module] if module is not None else list(modules_read(gm).values())
+    parameters = tuple(name for module in modules for name, _ in unwrap(module).named_parameters())
+    layout = layout_of(code, frame, _kinds(config, rules, device, trains), parameters)
+    return GraphSlots(layout, state, Prefix(prefix), room=room, stats=config.stats)
 
 
 def update_rule(config: Config) -> UpdateRule:

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Iterable, Sequence
+from typing import Any, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, fx, nn
 
-from fp8_compile.passes.graph.cached_weights import CODES, KNOWN, TRANSPOSED, Use, weight_buffer
+from fp8_compile.passes.graph.cached_weights import CODES, SCALES, TRANSPOSED, Use, weight_buffer
 from fp8_compile.passes.graph.rules import Rules
-from fp8_compile.passes.graph.slot import FORWARD, Place, Slot
+from fp8_compile.passes.graph.slot import FORWARD
 from fp8_compile.torch_internals.dynamo import real_input
-from fp8_compile.torch_internals.graphs import is_fake
 from fp8_compile.torch_internals.modules import gathered_by_fsdp, local_part
 
 from .cached_weight import CachedWeight
-from .graph_slots import GraphPool, use_from_list
-from .weight_cache import WeightCache
+from .graph_slots import GraphSlots, use_from_list
+from .layout import Prefix, moved
+from .weight_cache import CopyForm, WeightCache
 from .weight_sampler import Sampler
 
 # Ops that look a weight up and do not multiply by it; all else may end in a matmul.
@@ -27,56 +27,50 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 class GraphWeights:
     """The copies offered to a graph: of every matrix among its parameters that a matmul may read. When the graph is
-    compiled it is known which are read; the memory of the others is freed."""
+    compiled it is known which are read."""
 
-    def __init__(self, cache: WeightCache, pool: GraphPool, candidates: dict[int, Tensor], rules: Rules) -> None:
+    def __init__(self, slots: GraphSlots, candidates: Mapping[int, Tensor], rules: Rules) -> None:
         """``candidates``: argument of the graph -> parameter."""
-        self.cache, self.pool, self.candidates = cache, pool, candidates
-        self.both_layouts = rules.needs_k_contiguous and not rules.reads_any_layout
-        self.entries = {
-            argument: cache.entry(weight, rules.forward.dtype, transposed=self.both_layouts)
-            for argument, weight in candidates.items()
-        }
+        self.slots, self.dtype = slots, rules.forward.dtype
+        self.transposed = rules.needs_k_contiguous and not rules.reads_any_layout
+        self.shapes = {argument: tuple(local_part(weight).shape) for argument, weight in candidates.items()}
         self.uses: dict[int, Use] = {}
 
     @property
     def fingerprint(self) -> str:
-        """What code depends on: with the pool's, which weights are offered and what was decided about them before."""
-        return repr([(index, entry.slot, entry.via) for index, entry in self.entries.items()] + [self.both_layouts])
+        """What code depends on."""
+        return repr((sorted(self.shapes), self.transposed))
 
-    def buffers(self) -> dict[str, Tensor]:
-        """Name in the graph -> tensor."""
-        named = {}
-        for argument, entry in self.entries.items():
-            named[weight_buffer(argument, CODES)] = entry.codes
-            if entry.transposed is not None:
-                named[weight_buffer(argument, TRANSPOSED)] = entry.transposed
-        for table in self.pool.tables(FORWARD):
-            named[weight_buffer(table, KNOWN)] = self.cache.writer.known_scales(table)
+    def examples(self, device: torch.device) -> dict[str, Tensor]:
+        """Name in the graph -> a tensor like the one that the code will be given."""
+        return {name: made for argument in self.shapes for name, made in self._examples_of(argument, device).items()}
+
+    def _examples_of(self, argument: int, device: torch.device) -> dict[str, Tensor]:
+        rows, cols = self.shapes[argument]
+        named = {weight_buffer(argument, CODES): torch.empty(rows, cols, dtype=self.dtype, device=device)}
+        if self.transposed:
+            named[weight_buffer(argument, TRANSPOSED)] = torch.empty(cols, rows, dtype=self.dtype, device=device)
+        named[weight_buffer(argument, SCALES)] = torch.empty(2, dtype=torch.float32, device=device)
         return named
 
-    def use(self, use: Use) -> Place | None:
-        entry = self.entries[use.argument]
-        if entry.slot is None:
-            entry.slot, entry.via = self.pool.slot_of(use.tensor), use.via
-            entry.place = self.pool.place(use.tensor)
-        if entry.via != use.via:
-            return None  # half of the model under autocast, half not: one copy is cached
-        self.uses[use.argument] = use
-        return self.pool.place_of(entry.slot, FORWARD)
+    def use(self, use: Use) -> bool:
+        known = self.uses.setdefault(use.argument, use)
+        return known.via == use.via  # half of a graph under autocast, half not: one copy is offered
 
-    @property
-    def slots(self) -> set[Slot]:
-        """Of the copies that the graph reads."""
-        return {slot for argument in self.uses if (slot := self.entries[argument].slot) is not None}
-
-    def finish(self) -> None:
-        """The graph is compiled: drop what it and no other graph reads."""
-        for argument, entry in self.entries.items():
-            if argument in self.uses:
-                self.cache.keep(entry)
-            elif entry.slot is None:
-                self.cache.drop(self.candidates[argument])
+    def bound(self, cache: WeightCache, prefix: Prefix, args: Sequence[Any]) -> BoundWeights:
+        """The copies for a module that runs the graph with these arguments."""
+        kind, bound = self.slots.layout.kinds[FORWARD], BoundWeights({}, [])
+        for argument in self.shapes:
+            use = self.uses.get(argument)
+            if use is None:
+                unread = self._examples_of(argument, local_part(args[argument]).device).values()
+                bound.inputs += map(_without_memory, unread)
+                continue
+            form = CopyForm(self.dtype, self.transposed, use.via, kind)
+            own = moved(use.tensor, self.slots.prefix, prefix)
+            entry = bound.read[argument] = cache.entry(args[argument], own, self.slots.layout.frame, form)
+            bound.inputs += [*entry.tensors(), entry.scales]
+        return bound
 
     def to_list(self) -> list[Any]:
         """Plain data for the report cache: what code from Inductor's cache reads."""
@@ -88,29 +82,36 @@ class GraphWeights:
 
     def adopt(self, stored: Iterable[Any]) -> None:
         for argument, via, *tensor in stored:
-            dtype = getattr(torch, via) if via else None
-            place = self.use(Use(argument, use_from_list(tensor), dtype))
-            assert place is not None, "the cache's key covers what was decided about weights before"
+            self.use(Use(argument, use_from_list(tensor), getattr(torch, via) if via else None))
+
+
+@dataclasses.dataclass
+class BoundWeights:
+    """The copies that a graph reads for one module; ``inputs`` are the tensors that the code is given."""
+
+    read: dict[int, CachedWeight]
+    inputs: list[Tensor]
 
 
 class FreshWeights:
     """Has the copies that a graph reads renewed before it runs, where their weights have changed."""
 
-    def __init__(self, weights: GraphWeights) -> None:
-        self.cache, self.sampler = weights.cache, Sampler(weights.cache)
-        self.read = {argument: weights.entries[argument] for argument in weights.uses}
+    def __init__(self, read: Mapping[int, CachedWeight]) -> None:
+        by_cache: dict[WeightCache, dict[int, CachedWeight]] = {}
+        for argument, entry in read.items():
+            by_cache.setdefault(entry.cache, {})[argument] = entry
+        self._read = [(cache, Sampler(cache), entries) for cache, entries in by_cache.items()]
 
     def __call__(self, args: Sequence[Any]) -> None:
         """``args``: of the graph."""
-        weights: dict[CachedWeight, Tensor] = {entry: args[argument] for argument, entry in self.read.items()}
-        if not any(map(is_fake, weights.values())):
-            self.cache.ensure_fresh(weights, self.sampler)
+        for cache, sampler, entries in self._read:
+            weights: dict[CachedWeight, Tensor] = {entry: args[argument] for argument, entry in entries.items()}
+            cache.ensure_fresh(weights, sampler)
 
 
-def open_weights(gm: fx.GraphModule, pool: GraphPool, rules: Rules) -> GraphWeights | None:
+def open_weights(gm: fx.GraphModule, slots: GraphSlots, rules: Rules) -> GraphWeights | None:
     """The copies to offer to a graph, where the model has a cache."""
-    cache = pool.state.weights
-    if cache is None:
+    if slots.state.weights is None:
         return None
     inputs = [(node, real_input(node)) for node in gm.graph.find_nodes(op="placeholder")]
     # A copy that stays would hold on every rank what FSDP shards, and gathering leaves version counters as they are.
@@ -120,7 +121,13 @@ def open_weights(gm: fx.GraphModule, pool: GraphPool, rules: Rules) -> GraphWeig
         for index, (node, item) in enumerate(inputs)
         if _is_matrix(item) and id(item) not in sharded and any(not _looks_up(user) for user in node.users)
     }
-    return GraphWeights(cache, pool, candidates, rules)
+    return GraphWeights(slots, candidates, rules)
+
+
+def _without_memory(tensor: Tensor) -> Tensor:
+    """What stands for a copy that the graph does not read: the code wants as many tensors as it was compiled with."""
+    tensor.untyped_storage().resize_(0)
+    return tensor
 
 
 def _is_matrix(item: Any) -> bool:

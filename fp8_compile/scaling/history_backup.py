@@ -7,6 +7,7 @@ from torch import nn
 from .find_state import states_within
 from .state import ScalingState
 from .table import Table
+from .weight_cache import caches_of
 
 
 class HistoryBackup:
@@ -30,4 +31,7 @@ class HistoryBackup:
             state.epoch += 1  # histories that were there may be gone
 
     def _tables(self) -> list[Table]:
-        return [table for state in self.states() for table in state.tables]
+        """Also those of weights that another model has in common with this one, whose state has their slots."""
+        own = {id(table): table for state in self.states() for table in state.tables}
+        shared = {id(table): table for cache in caches_of(self.model.parameters()) for table in cache.tables}
+        return list((own | shared).values())

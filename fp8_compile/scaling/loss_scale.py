@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from types import CodeType
 from typing import Iterable, Protocol
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from fp8_compile.config import Config
 from fp8_compile.passes.graph.loss_scale import FACTORS, OVERFLOW
-from fp8_compile.torch_internals.dynamo import compiled_modules, frame_code, still_compiled
+from fp8_compile.torch_internals.dynamo import still_compiled
 from fp8_compile.torch_internals.graphs import real_tensors
 from fp8_compile.torch_internals.modules import is_compiled
 
@@ -26,7 +27,13 @@ class GraphLossScale:
         self.wide = False  # gradients of 16-bit parameters leave in FP32
         self._tensors: dict[torch.device, dict[str, Tensor]] = {}
 
-    def buffers(self, device: torch.device) -> dict[str, Tensor]:
+    @staticmethod
+    def examples(device: torch.device) -> dict[str, Tensor]:
+        """Name in the graph -> a tensor like the one that the code will be given."""
+        sizes = {FACTORS: 2, OVERFLOW: 1}
+        return {name: torch.empty(size, dtype=torch.float32, device=device) for name, size in sizes.items()}
+
+    def inputs(self, device: torch.device) -> dict[str, Tensor]:
         """Name in the graph -> tensor."""
         if device not in self._tensors:
             with real_tensors(), torch.device(device):
@@ -107,12 +114,12 @@ def compiled_without(model: nn.Module) -> bool:
     return any(map(still_compiled, codes))
 
 
-def loss_scale_of_compilation(gm: fx.GraphModule, config: Config, *, strict: bool) -> GraphLossScale | None:
-    """The loss scale for what Dynamo is compiling."""
-    modules = compiled_modules(gm)
+def loss_scale_of(
+    modules: list[nn.Module], code: CodeType | None, config: Config, *, strict: bool = True
+) -> GraphLossScale | None:
+    """The loss scale for what Dynamo compiles, or runs, for these modules."""
     attached = offered(modules)
     scale = _by_attached(modules, config, attached) if attached else _by_options(modules, config, strict)
-    code = frame_code()
     for state in map(model_state, modules):
         state.has_code = True
         if scale is None and torch.is_grad_enabled() and code is not None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from types import CodeType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 
@@ -39,6 +39,7 @@ class ModelState:
     scaling: ScalingState | None = None  # made when it is first asked for
     requests: Requests = dataclasses.field(default_factory=Requests)
     step_counts: weakref.WeakSet[CountsSteps] = dataclasses.field(default_factory=weakref.WeakSet)
+    frozen: frozenset[str] = frozenset()  # slots and layers in it whose scales are fixed for inference
 
     # The loss scale.
     loss_scalings: weakref.WeakSet[Scaled] = dataclasses.field(default_factory=weakref.WeakSet)  # of training loops
@@ -48,7 +49,7 @@ class ModelState:
 
     # Compiled code.
     has_code: bool = False
-    frames: weakref.WeakSet[CodeType] = dataclasses.field(default_factory=weakref.WeakSet)  # that were compiled for it
+    treatments: dict[Any, Any] = dataclasses.field(default_factory=dict)  # by selection: see backend/variants.py
     unscaled_frames: set[CodeType] = dataclasses.field(default_factory=set)  # for training, without a loss scale
     has_fp8_matmul: bool = False  # in a graph of this module, or of one that it is in
     told_without_fp8: bool = False  # the user knows that there is none

@@ -29,7 +29,7 @@ from fp8_compile.kernels.delayed_scaling import ABSENT, ENTERED, QUANT, RUNS
 from .stats import decibel
 
 if TYPE_CHECKING:
-    from .graph_slots import GraphPool
+    from .graph_slots import BoundSlots
 
 logger = logging.getLogger("fp8_compile")
 
@@ -41,16 +41,16 @@ class RunRecorder:
     """Records one graph's slots. :meth:`begin_run` is called before each run, :meth:`record` by a user
     who knows better when a step ends."""
 
-    def __init__(self, folder: Path, pool: GraphPool, show: Callable[[Path], object]) -> None:
+    def __init__(self, folder: Path, slots: BoundSlots, show: Callable[[Path], object]) -> None:
         """``show`` makes the page of the folder again, with what was recorded since."""
-        self.folder, self.state, self._show = folder, pool.state, show
-        self.places = {str(slot): place for slot, place in pool.places.items()}
-        self._rows = set(pool.places.values())
+        self.folder, self.state, self._show = folder, slots.state, show
+        self.places = {str(slot): place for slot, place in slots.places.items()}
+        self._rows = set(slots.places.values())
         self._counted = {slot: [0.0] * 5 for slot in self.places}
         self._runs_of = {slot: 0 for slot in self.places}
         self._lines, self._runs, self._every = 0, 0, 1
         self._pending, self._by_hand, self._stopped = False, False, False
-        pool.state.recorders.append(self)
+        self.state.recorders.append(self)
         _all.add(self)
         largest = [self.state.tables[place.table].kind.largest for place in self.places.values()]
         self._append({"slots": list(self.places), "largest": largest})

@@ -2,14 +2,12 @@
 
 A slot is one quantized tensor, named ``blocks.0.mlp.up#0.input``: the parameter that it is multiplied by (or is), which
 use of that parameter it belongs to, over all graphs of the model, and the role of the tensor. Slots are rows of tables
-(``table.py``). A graph is compiled with places in tables fixed (``graph_slots.py``); one that needs more slots
-than the tables have left gets another table.
+(``table.py``). Code is compiled with rows fixed (``layout.py``) and given the tables of the module that it runs for.
 """
 
 from __future__ import annotations
 
 import weakref
-from types import CodeType
 from typing import TYPE_CHECKING, Any, Callable, Iterable, Iterator, Mapping, Protocol
 
 import torch
@@ -19,14 +17,15 @@ from torch.autograd.graph import increment_version
 from fp8_compile.kernels.delayed_scaling import QUANT, RUNS
 from fp8_compile.passes.graph.roles import Role
 from fp8_compile.passes.graph.slot import BACKWARD, FROZEN, Place, Slot, TensorUse
-from fp8_compile.torch_internals.dynamo import reset_code
 from fp8_compile.torch_internals.graphs import real_tensors
 
+from .layout import Layout, Prefix
+from .model_state import model_state
 from .recorder import RunRecorder
 from .requests import Requests
 from .saved_slots import Row, SavedSlots, check_fits, read_slots
 from .stats import StatsRow, StatsTable, in_words, stats_row
-from .table import Table
+from .table import Table, TableKind
 
 if TYPE_CHECKING:
     from .weight_cache import WeightCache
@@ -48,6 +47,8 @@ class ScalingState:
         self._requests = requests or Requests()
         self._model = weakref.ref(model) if model is not None else None
         self.tables: list[Table] = []
+        self._places: dict[tuple[Slot, bool], Place] = {}  # of each slot, and whether its scale is frozen
+        self._of_layout: dict[tuple[Layout, Prefix], list[int]] = {}  # the tables of a module that runs a frame
         self._saved = SavedSlots()  # loaded, for slots that no graph has asked for yet
         self.recorders: list[RunRecorder] = []  # of graphs that are dumped with stats
         self._calibration: KnowsAmaxes | None = None
@@ -60,7 +61,6 @@ class ScalingState:
         self.epoch = 0  # goes up when histories are replaced: what relied on them has to look again
         self.updates = 0  # of all tables at once, where amaxes are held until the optimizer's step
         self._weights: WeightCache | None = None
-        self._codes: list[CodeType] = []  # of frames that were compiled with this state
 
     def settle(self) -> None:
         """Bring histories and scales up to date with the last run."""
@@ -93,21 +93,13 @@ class ScalingState:
         if not self._requests.cached:
             self._weights = None
         elif self._weights is None:
-            from .weight_cache import WeightCache  # it hooks into every optimizer, so only where it is used
-
-            self._weights = WeightCache(self)
+            self._weights = self.new_weights()
         return self._weights
 
-    def compiled_with(self, code: CodeType) -> None:
-        if not any(code is known for known in self._codes):
-            self._codes.append(code)
+    def new_weights(self) -> WeightCache:
+        from .weight_cache import WeightCache  # it hooks into every optimizer, so only where it is used
 
-    def recompile(self) -> bool:
-        """Have Dynamo compile again what was compiled with this state. Return True if there was any."""
-        codes, self._codes = self._codes, []
-        for code in codes:
-            reset_code(code)
-        return bool(codes)
+        return WeightCache(self)
 
     def unit(self, direction: str) -> float:
         """By how much graphs multiply the tensors whose amaxes become known in that direction."""
@@ -121,11 +113,44 @@ class ScalingState:
                 if table.kind.direction == BACKWARD:
                     table.set_unit(unit)
 
+    def add_table(self, kind: TableKind, capacity: int) -> int:
+        """A new table; its number."""
+        with real_tensors():  # also while a graph is compiled
+            self.tables.append(Table(kind, capacity, self.unit(kind.direction)))
+        return len(self.tables) - 1
+
+    def tables_for(self, layout: Layout, prefix: Prefix) -> list[int]:
+        """The tables of a module that runs a frame, as many as its layout has by now."""
+        tables = self._of_layout.setdefault((layout, prefix), [])
+        for rows in layout.tables[len(tables) :]:
+            tables.append(self.add_table(rows.kind, rows.capacity))
+        return tables
+
+    def occupy(self, slot: Slot, tensor: TensorUse, at: Place) -> None:
+        """A slot has that place from now on, with what is known of it: where it was until now, loaded or calibrated."""
+        table = self.tables[at.table]
+        key = slot, table.kind.direction == FROZEN
+        before = self._places.get(key)
+        if before == at:
+            return
+        with torch.no_grad():
+            table.put(at.row, slot)
+            there = self.tables[before.table] if before is not None else None
+            if before is not None and there is not None:
+                there.slots.pop(before.row)
+            if before is not None and there is not None and there.kind == table.kind:
+                table.set_row(at.row, there.row(before.row))
+            else:
+                self._fill(slot, tensor, table, at.row)
+        self._places[key] = at
+
+    def place_of(self, slot: Slot) -> Place | None:
+        """Where training keeps a slot."""
+        return self._places.get((slot, False))
+
     def slots(self) -> Iterator[tuple[Slot, Place]]:
         """Every slot and its place."""
-        for index, table in enumerate(self.tables):
-            for row, slot in enumerate(table.slots):
-                yield slot, Place(index, row)
+        return ((slot, place) for (slot, _), place in self._places.items())
 
     def trained(self) -> Iterator[tuple[Slot, Place]]:
         """Those that training writes, and that are saved."""
@@ -194,12 +219,19 @@ class ScalingState:
             table = self.tables[place.table]
             if table.kind.direction == FROZEN and (limit := self.frozen_reach(slot)) is not None:
                 table.freeze(place.row, limit)
-        self.recompile()
+        self._mark_frozen()
 
     def unfreeze(self) -> None:
         """Let inference take each input's scale from the input itself again."""
         self.frozen = None
-        self.recompile()
+        self._mark_frozen()
+
+    def _mark_frozen(self) -> None:
+        """Tell each module of the model which scales in it are frozen: code for it is compiled accordingly."""
+        for name, module in self.model.named_modules() if self.model is not None else ():
+            prefix = Prefix(name)
+            within = [prefix.local(one) for one in self.frozen or () if prefix.covers(one.partition("#")[0])]
+            model_state(module).frozen = frozenset(within)
 
     def frozen_reach(self, slot: Slot) -> float | None:
         """The magnitude that the frozen scale of an input reaches to; None: its scale is not frozen."""
@@ -297,19 +329,18 @@ class ScalingState:
         for place in places:
             self.tables[place.table].scales.data[:, place.row] = 1.0
 
-    def fill(self, slot: Slot, tensor: TensorUse, table: Table, row: int) -> None:
+    def _fill(self, slot: Slot, tensor: TensorUse, table: Table, row: int) -> None:
         """Fill a new slot with what was loaded for it, calibrated or frozen before it was there."""
-        with real_tensors(), torch.no_grad():  # passes run on fake tensors; the state is real
-            if table.kind.direction == FROZEN:
-                reach = self.frozen_reach(slot)
-                assert reach is not None, slot
-                table.freeze(row, reach)
-                return
-            saved = self._saved.take(slot, tensor.old_name, table.kind.length)
-            if saved is not None:
-                table.set_row(row, saved)
-            else:
-                self._prime(slot, table, row)
+        if table.kind.direction == FROZEN:
+            reach = self.frozen_reach(slot)
+            assert reach is not None, slot
+            table.freeze(row, reach)
+            return
+        saved = self._saved.take(slot, tensor.old_name, table.kind.length)
+        if saved is not None:
+            table.set_row(row, saved)
+        else:
+            self._prime(slot, table, row)
 
 
 def _rows_by_table(places: Iterable[Place]) -> dict[int, list[int]]:

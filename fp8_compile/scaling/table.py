@@ -23,7 +23,6 @@ from fp8_compile.passes.graph.roles import Role
 from fp8_compile.passes.graph.slot import FROZEN, Slot
 from fp8_compile.passes.graph.update_rule import UpdateRule
 from fp8_compile.torch_internals.autograd import copy_all
-from fp8_compile.torch_internals.graphs import real_tensors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +41,7 @@ class Table:
 
     def __init__(self, kind: TableKind, capacity: int, unit: float = 1.0) -> None:
         """``unit``: by how much the graphs multiply the tensors of these slots, the loss scale of gradients."""
-        self.kind, self.slots, self.unit = kind, list[Slot](), unit
+        self.kind, self.slots, self.unit = kind, dict[int, Slot](), unit  # slots by row
         with torch.device(kind.device):  # dtypes said, since a default dtype may be set
             self.amaxes = torch.full((capacity,), ABSENT, dtype=torch.float32)
             self.history = torch.zeros(capacity, kind.length, dtype=torch.float32)
@@ -52,14 +51,11 @@ class Table:
         self._kept: list[Tensor] | None = None  # for restore(); None: as if no run had been
         self._kept_look = torch.zeros_like(self.counts[LOOK])  # amaxes that wait are counted as they were recorded
 
-    def add(self, slot: Slot) -> int:
-        """A row for a slot."""
-        self.slots.append(slot)
-        row = len(self.slots) - 1
-        with real_tensors():  # passes run on fake tensors; the state is real
-            self.counts.data[MARGIN, row] = self.kind.rule.margin_of(slot.role, self.kind.largest)
-            self.counts.data[STEADY, row] = slot.role is Role.WEIGHT
-        return row
+    def put(self, row: int, slot: Slot) -> None:
+        """A row is a slot's from now on."""
+        self.slots[row] = slot
+        self.counts.data[MARGIN, row] = self.kind.rule.margin_of(slot.role, self.kind.largest)
+        self.counts.data[STEADY, row] = slot.role is Role.WEIGHT
 
     def clear(self) -> None:
         """As new, but for the settings of the slots."""

@@ -21,6 +21,7 @@ Weights of FSDP have no copy: each rank would hold copies of all of them, which 
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from typing import TYPE_CHECKING, Iterable, Mapping
 
@@ -33,15 +34,29 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fp8_compile.kernels.cpu.fingerprint import Fingerprints
 from fp8_compile.kernels.delayed_scaling import QUANT
-from fp8_compile.passes.graph.slot import Slot
+from fp8_compile.passes.graph.slot import Place, Slot, TensorUse
 from fp8_compile.torch_internals.modules import local_part
 
 from .cached_weight import CachedWeight
-from .weight_writer import WeightWriter, real_unless_fake
+from .table import Table, TableKind
+from .weight_writer import WeightWriter
 
 if TYPE_CHECKING:
     from .state import ScalingState
     from .weight_sampler import Sampler
+
+TABLE_ROWS = 64  # of a table of weights
+
+
+@dataclasses.dataclass(frozen=True)
+class CopyForm:
+    """What a copy is like: its dtype, with its transpose or not, what the weight is rounded to first, how its scale
+    follows from its history."""
+
+    dtype: torch.dtype
+    transposed: bool
+    via: torch.dtype | None
+    kind: TableKind
 
 
 class WeightCache:
@@ -50,33 +65,41 @@ class WeightCache:
     def __init__(self, state: ScalingState) -> None:
         self.state, self.writer = state, WeightWriter(state)
         self.refreshes = 0
-        self._offered: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # weight -> copy, for graphs to come
-        self._read: list[weakref.ref[CachedWeight]] = []  # by graphs, which may run with other weights than at first
+        self._tables: list[int] = []  # of the state: the slots of weights that have copies
+        self._copies: list[weakref.ref[CachedWeight]] = []
         self._distrusted = False
         self._fingerprints = Fingerprints()
         _caches.add(self)
 
-    def entry(self, weight: Tensor, dtype: torch.dtype, *, transposed: bool) -> CachedWeight:
-        """The copy of a weight, an empty one if there is none yet."""
-        if weight not in self._offered:
-            rows, cols = local_part(weight).shape
-            device = local_part(weight).device
-            with real_unless_fake(weight):
-                codes = torch.empty(rows, cols, dtype=dtype, device=device)
-                turned = torch.empty(cols, rows, dtype=dtype, device=device) if transposed else None
-            self._offered[weight] = CachedWeight(codes, turned, weight=weakref.ref(weight))
-        return self._offered[weight]
+    def entry(self, weight: Tensor, use: TensorUse, frame: str, form: CopyForm) -> CachedWeight:
+        """The copy of a weight in some form, a new one if there is none. A weight that two models have in common has
+        one copy, which belongs to the model that asked first."""
+        forms = _by_weight.setdefault(weight, {})
+        if form not in forms:
+            local, slot = local_part(weight), self.state.slot_of(use, frame)
+            at = self._row(slot, form.kind)
+            self.state.occupy(slot, use, at)
+            rows, cols = local.shape
+            codes = torch.empty(rows, cols, dtype=form.dtype, device=local.device)
+            turned = torch.empty(cols, rows, dtype=form.dtype, device=local.device) if form.transposed else None
+            scales = torch.zeros(2, dtype=torch.float32, device=local.device)
+            forms[form] = CachedWeight(self, slot, at, codes, turned, scales, weakref.ref(weight), form.via)
+            self._copies = [weakref.ref(entry) for entry in (*self.copies(), forms[form])]
+        return forms[form]
 
-    def keep(self, entry: CachedWeight) -> None:
-        """A graph reads this copy."""
-        if not any(entry is one() for one in self._read):
-            self._read.append(weakref.ref(entry))
-
-    def drop(self, weight: Tensor) -> None:
-        """Forget a copy that no graph reads, and free its memory: the graph that it was offered to keeps the tensor."""
-        entry = self._offered.pop(weight, None)
-        for tensor in entry.tensors() if entry else ():
-            tensor.untyped_storage().resize_(0)
+    def _row(self, slot: Slot, kind: TableKind) -> Place:
+        """Where the slot of a new copy is to be: where it was if the copy of another weight, which is gone, had it."""
+        taken = {entry.at for entry in self.copies()}
+        before = self.state.place_of(slot)
+        if before is not None and before.table in self._tables and before not in taken:
+            return before
+        tables = [index for index in self._tables if self.state.tables[index].kind == kind]
+        places = (Place(index, row) for index in tables for row in range(self.state.tables[index].capacity))
+        free = next((place for place in places if place not in taken), None)
+        if free is None:
+            free = Place(self.state.add_table(kind, TABLE_ROWS), 0)
+            self._tables.append(free.table)
+        return free
 
     def invalidate(self, weights: Iterable[Tensor] | None = None) -> None:
         """These weights, or all of them, have changed: have them quantized again before they are next read. Needed for
@@ -101,13 +124,18 @@ class WeightCache:
         self._distrusted = True
 
     def copies(self) -> list[CachedWeight]:
-        """Every copy that a graph reads."""
-        return [entry for entry in (one() for one in self._read) if entry is not None]
+        """Every copy that this cache renews."""
+        return [entry for entry in (one() for one in self._copies) if entry is not None]
+
+    @property
+    def tables(self) -> list[Table]:
+        """Those of the state that have the slots of weights with copies."""
+        return [self.state.tables[index] for index in self._tables]
 
     @property
     def entries(self) -> dict[Slot, CachedWeight]:
         """The copies by slot."""
-        return {entry.slot: entry for entry in self.copies() if entry.slot is not None}
+        return {entry.slot: entry for entry in self.copies()}
 
     def memory_bytes(self) -> int:
         return sum(tensor.nbytes for entry in self.copies() for tensor in entry.tensors())
@@ -180,7 +208,7 @@ class WeightCache:
         on_cpu, on_gpu = _by_device(fresh)
         self._take_fingerprints(on_cpu)
         for entry, weight in on_cpu.items():
-            self.writer.write(entry, local_part(weight), self.writer.known[entry.at.table][QUANT, entry.at.row])
+            self.writer.write(entry, local_part(weight), entry.scales[QUANT])
         if on_gpu:
             self.writer.launch(on_gpu, record=False)
         self.refreshes += bool(fresh)
@@ -191,7 +219,14 @@ class WeightCache:
         for entry, fingerprint in zip(weights, found):
             entry.fingerprint = fingerprint
 
+
+def caches_of(weights: Iterable[Tensor]) -> set[WeightCache]:
+    """Those that have copies of these weights."""
+    return {entry.cache for weight in weights if weight in _by_weight for entry in _by_weight[weight].values()}
+
+
 _caches: weakref.WeakSet[WeightCache] = weakref.WeakSet()
+_by_weight: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # weight -> {form: copy}
 
 
 def mark_stepped(optimizer: Optimizer) -> None:

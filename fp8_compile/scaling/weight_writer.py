@@ -9,8 +9,7 @@ replaced, from the weight itself. What was used is kept for the graphs that read
 
 from __future__ import annotations
 
-import contextlib
-from typing import TYPE_CHECKING, Any, Mapping
+from typing import TYPE_CHECKING, Mapping
 
 import torch
 from torch import Tensor
@@ -20,8 +19,7 @@ from fp8_compile.kernels.delayed_scaling import DEQUANT, QUANT, cast_delayed, fi
 from fp8_compile.kernels.formats import E4M3, E5M2
 from fp8_compile.kernels.quantize import WHOLE, block_amax
 from fp8_compile.kernels.record_amax import record_amax
-from fp8_compile.passes.graph.slot import Place
-from fp8_compile.torch_internals.graphs import is_fake, real_tensors
+from fp8_compile.torch_internals.autograd import copy_all
 from fp8_compile.torch_internals.modules import local_part
 
 from .cached_weight import CachedWeight
@@ -37,26 +35,16 @@ class WeightWriter:
 
     def __init__(self, state: ScalingState) -> None:
         self.state = state
-        self.known: dict[int, Tensor] = {}  # by table: the scales that the copies were made with, as Table.scales
         self._launches: QuantizeMany | None = None
         self._rows: dict[int, tuple[list[int], Tensor]] = {}  # by table: which were renewed last, there on the device
 
-    def known_scales(self, table: int) -> Tensor:
-        """The scales that the copies of a table were made with, which graphs read."""
-        if table not in self.known:
-            scales = self.state.tables[table].scales
-            with real_unless_fake(scales):
-                self.known[table] = torch.zeros_like(scales)
-        return self.known[table]
-
     def quantize_on_cpu(self, stale: Mapping[CachedWeight, Tensor]) -> None:
         for entry, weight in stale.items():
-            place = entry.at
-            table = self.state.tables[place.table]
-            scale = torch.zeros(()) if entry.looked else table.scales[QUANT, place.row]
+            table = self.state.tables[entry.at.table]
+            scale = torch.zeros(()) if entry.looked else table.scales[QUANT, entry.at.row]
             used, dequant_scale, amax = self.write(entry, local_part(weight), scale)
-            self._set_known(place, used.view(()), dequant_scale.view(()))
-            record_amax(table.amaxes, amax, place.row)
+            _set_scales(entry, used.view(()), dequant_scale.view(()))
+            record_amax(table.amaxes, amax, entry.at.row)
 
     def write(self, entry: CachedWeight, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Quantize by a scale, 0 where there is none yet: the scale that was used, its inverse, the amax."""
@@ -92,21 +80,22 @@ class WeightWriter:
 
         found = []
         for entry, weight in weights.items():
-            place, x = entry.at, local_part(weight).detach()
+            x = local_part(weight).detach()
             if entry.fingerprints is None:
                 entry.fingerprints = new_fingerprints(x)
-            scale, amax = self.known[place.table][QUANT, place.row], self.state.tables[place.table].amaxes[place.row]
+            scale, amax = entry.scales[QUANT], self.state.tables[entry.at.table].amaxes[entry.at.row]
             found.append(Matrix(x, entry.codes, entry.transposed, scale, amax, entry.fingerprints, entry.via))
         return found
 
     def set_scales(self, stale: Mapping[CachedWeight, Tensor]) -> None:
         """The scales to quantize with; of a slot without history, or a weight that was replaced, from the weight."""
-        by_table: dict[int, list[int]] = {}
+        by_table: dict[int, list[CachedWeight]] = {}
         for entry in stale:
-            by_table.setdefault(entry.at.table, []).append(entry.at.row)
-        for index, rows in by_table.items():
-            scales, at = self.state.tables[index].scales, self._on_device(index, rows)
-            self.known[index].data.index_copy_(1, at, scales.index_select(1, at))
+            by_table.setdefault(entry.at.table, []).append(entry)
+        for index, entries in by_table.items():
+            scales, at = self.state.tables[index].scales, self._on_device(index, [entry.at.row for entry in entries])
+            now = scales.index_select(1, at).unbind(1)
+            copy_all([entry.scales.data for entry in entries], now)
         for entry in stale:
             table, row = self.state.tables[entry.at.table], entry.at.row
             if not entry.looked:
@@ -118,22 +107,17 @@ class WeightWriter:
             weight = local_part(stale[entry])
             amax = block_amax(weight if entry.via is None else weight.to(entry.via), (WHOLE, WHOLE)).view(())
             used = first_scale(torch.zeros_like(amax), amax, table.kind.largest)
-            self._set_known(entry.at, used, used.reciprocal())
-
-    def _set_known(self, place: Place, quant_scale: Tensor, dequant_scale: Tensor) -> None:
-        """Through .data: a backward that reads this scale reads the copy too, whose version tells whether it is still
-        the one of its forward. A version for all scales of the table would refuse backwards of other weights."""
-        known = self.known[place.table].data
-        known[QUANT, place.row], known[DEQUANT, place.row] = quant_scale, dequant_scale
+            _set_scales(entry, used, used.reciprocal())
 
     def _on_device(self, table: int, rows: list[int]) -> Tensor:
         """Rows of a table as an index. A list of numbers would be copied to the device in each step, which waits for
         all that the device has to do and can't be captured in a CUDA graph."""
         if table not in self._rows or self._rows[table][0] != rows:
-            self._rows[table] = rows, torch.tensor(rows, device=self.known[table].device)
+            self._rows[table] = rows, torch.tensor(rows, device=self.state.tables[table].scales.device)
         return self._rows[table][1]
 
 
-def real_unless_fake(like: Tensor) -> Any:
-    """Where tensors are fake, those of a fake model are meant to be; others not."""
-    return contextlib.nullcontext() if is_fake(like) else real_tensors()
+def _set_scales(entry: CachedWeight, quant_scale: Tensor, dequant_scale: Tensor) -> None:
+    """Through .data: a backward that reads this scale reads the copy too, whose version tells whether it is still the
+    one of its forward."""
+    entry.scales.data[QUANT], entry.scales.data[DEQUANT] = quant_scale, dequant_scale

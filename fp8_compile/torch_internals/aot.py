@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Mapping
 
 from torch import fx
 from torch._functorch._aot_autograd.descriptors import (
@@ -17,6 +17,8 @@ from torch._functorch.aot_autograd import make_boxed_func
 
 __all__ = ["make_boxed_func"]
 
+_NAME = "fp8_compile_input"  # in the meta of a node
+
 
 def is_tangent(placeholder: fx.Node) -> bool:
     """True for a gradient that comes in from outside."""
@@ -28,10 +30,21 @@ def is_token(placeholder: fx.Node) -> bool:
     return isinstance(placeholder.meta.get("desc"), (ForwardTokenAOTInput, BackwardTokenAOTInput))
 
 
+def name_inputs(graph: fx.Graph, names: Mapping[int, str]) -> None:
+    """Call placeholders by names: those that stand for these arguments of Dynamo's graph."""
+    for node in graph.find_nodes(op="placeholder"):
+        number = input_number(node)
+        if number is not None and number in names:
+            name_input(node, names[number])
+
+
+def name_input(placeholder: fx.Node, name: str) -> None:
+    placeholder.meta[_NAME] = name
+
+
 def named_inputs(graph: fx.Graph) -> dict[str, fx.Node]:
-    """The placeholders that stand for attributes of the graph module, by the names of these."""
-    named = {getattr(node.meta.get("desc"), "target", None): node for node in graph.find_nodes(op="placeholder")}
-    return {name: node for name, node in named.items() if isinstance(name, str)}
+    """The placeholders that :func:`name_inputs` has named, by their names."""
+    return {node.meta[_NAME]: node for node in graph.find_nodes(op="placeholder") if _NAME in node.meta}
 
 
 def gradients(graph: fx.Graph) -> list[tuple[int, Any]]:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import sys
 import zlib
 from types import CodeType, FrameType
-from typing import Any, Callable, Iterable, Iterator
+from typing import Any, Callable, Iterable, Iterator, Mapping
 
 import torch
-from torch import fx, nn
-from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch import Tensor, fx, nn
 from torch._dynamo import config
 from torch._dynamo.convert_frame import input_codes
 from torch._dynamo.eval_frame import OptimizedModule, innermost_backend, innermost_fn, reset_code
-from torch._dynamo.guards import GuardBuilder, install_guard
-from torch._dynamo.source import LocalSource, SyntheticLocalSource
+from torch._dynamo.guards import GuardBuilder, get_verbose_code_parts, install_guard
+from torch._dynamo.source import SyntheticLocalSource
 from torch._guards import CompileContext
 
 from .modules import compiled_in_place, unwrap
@@ -140,30 +140,61 @@ def guard_identity(sources: Iterable[Any]) -> None:
         install_guard(source.make_guard(GuardBuilder.ID_MATCH))
 
 
-def guard_variable(name: str) -> None:
-    """The same for what a local variable of the frame holds."""
-    guard_identity([LocalSource(name, is_input=True)])
+def guard_by(sources: Iterable[Any], check: Callable[[Any], bool], what: str) -> None:
+    """Have the code that is being compiled run only for objects of which ``check`` is true, asked at every call;
+    ``what`` says in the log of recompilations what did not hold."""
+
+    def create(builder: Any, guard: Any) -> None:
+        told = get_verbose_code_parts([f"{what} of {guard.name}"], guard)
+        builder.get_guard_manager(guard).add_lambda_guard(check, told, guard.user_stack)
+
+    for source in sources:
+        install_guard(source.make_guard(create))
 
 
-def name_buffer(gm: fx.GraphModule, name: str) -> None:
-    """Tell AOTAutograd where a buffer that was added to Dynamo's graph comes from. It wants to know, and no two may
-    come from the same place. A part of a graph that was split for DDP has no such list."""
-    sources = getattr(gm, "_param_name_to_source", None)
-    if sources is not None:
-        sources[name] = SyntheticLocalSource(name)
+def own_copy(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy of Dynamo's graph, to be changed: Dynamo goes over the inputs of its own after the backend returned."""
+    graph = copy.deepcopy(gm.graph)
+    for node, copied in zip(gm.graph.find_nodes(op="placeholder"), graph.find_nodes(op="placeholder")):
+        if hasattr(node, "_dynamo_source"):
+            copied._dynamo_source = node._dynamo_source
+    own = fx.GraphModule(gm, graph)
+    for name, value in vars(gm).items():
+        vars(own).setdefault(name, value)
+    own.meta.update(gm.meta)
+    return own
 
 
-def count_codes(code: CodeType) -> int:
-    """How many compiled codes Dynamo has for a frame."""
-    return len(_debug_get_cache_entry_list(code))
+def add_inputs(gm: fx.GraphModule, inputs: Mapping[str, Tensor]) -> None:
+    """Give a copy of Dynamo's graph further inputs, after its own, with these as examples. They are at the same
+    addresses in every call for one module, as parameters are: what captures a CUDA graph need not copy them."""
+    before = gm.graph.find_nodes(op="placeholder")
+    at = before[-1] if before else gm.graph._root
+    for name, example in inputs.items():
+        with gm.graph.inserting_after(at):
+            at = gm.graph.placeholder(name)
+        at._dynamo_source = SyntheticLocalSource(name)  # AOTAutograd wants to know
+        at.meta.update(example_value=example, tensor_dict={"_dynamo_static_input_type": "unguarded"})
+    gm.recompile()
 
 
-def raise_limit(name: str, least: int, value: int) -> bool:
-    """Set a limit of Dynamo's configuration to ``value`` where it is below ``least``; True if it was."""
-    if getattr(config, name) >= least:
-        return False
-    setattr(config, name, value)
-    return True
+def running_frame(code: CodeType) -> FrameType | None:
+    """The innermost frame on the stack that runs a code which Dynamo has compiled, under whatever code of its own."""
+    known = (code.co_filename, code.co_name, code.co_firstlineno)
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if (frame.f_code.co_filename, frame.f_code.co_name, frame.f_code.co_firstlineno) == known:
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def evaluated(source: Any, frame: FrameType) -> Any:
+    """The value that a source leads to in a frame that runs; None where it leads nowhere."""
+    try:
+        return eval(source.name, {"L": frame.f_locals, "G": frame.f_globals})
+    except Exception:
+        return None
 
 
 def still_compiled(code: CodeType) -> bool:

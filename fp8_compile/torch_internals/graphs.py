@@ -42,6 +42,11 @@ def fake_mode_of(tensors: Iterable[Any]) -> FakeTensorMode:
     return mode
 
 
+def fake_like(tensors: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
+    """Tensors that are made meanwhile are fake if these are, or those that are being compiled with."""
+    return detect_fake_mode(list(tensors)) or contextlib.nullcontext()
+
+
 def plain_torch_functions() -> contextlib.AbstractContextManager[None]:
     """Operations meanwhile see tensors of subclasses as plain ones: no ``__torch_function__`` is called."""
     return torch._C.DisableTorchFunctionSubclass()

@@ -21,7 +21,6 @@ from fp8_compile.scaling.model_state import request
 from fp8_compile.scaling.state import ScalingState
 
 from .part import Step, TrainingPart
-from .weight_caching import recompile
 
 ROUND_SIZE = 1024  # ranks that disagree about their slots must still agree about the size, to find that out
 
@@ -51,7 +50,6 @@ class AmaxReduction(TrainingPart):
         self._layout: _Layout | None = None
         for state in states_within(model).values():
             state.settle()
-        recompile(model, "with amaxes of all ranks", unless=lambda state: state.held)
         request(model, self).held = True
 
     def inspect(self, step: Step) -> None:
@@ -90,7 +88,6 @@ class AmaxReduction(TrainingPart):
 
     def detach(self) -> None:
         request(self.model, self).held = False
-        recompile(self.model, "with amaxes of its own rank", unless=lambda state: state.held)
 
 
 class _Layout:

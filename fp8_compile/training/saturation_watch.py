@@ -102,7 +102,7 @@ class _Copy:
     """What was counted for the slots of a table, on its way to the host."""
 
     def __init__(self, module: str, table: Table) -> None:
-        self.module, self.slots, self.on_gpu = module, list(table.slots), table.counts.is_cuda
+        self.module, self.slots, self.on_gpu = module, dict(table.slots), table.counts.is_cuda
         if not self.on_gpu:
             self._counts = table.counts[:COUNTERS].clone()
             return
@@ -118,7 +118,7 @@ class _Copy:
     def losses(self) -> Iterator[tuple[str, tuple[int, int, int]]]:
         """(name, (steps, of them saturated, too small)) of each slot that lost something."""
         counts = self._counts.tolist()
-        for row, slot in enumerate(self.slots):
+        for row, slot in self.slots.items():
             # A large step moves the largest weights by some percent of their size, which is not worth a warning.
             saturated = counts[CLIPPED if slot.role is Role.WEIGHT else SATURATED][row]
             if saturated or counts[SMALL][row]:

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import logging
-from typing import Callable
-
 from torch import nn
 
 from fp8_compile.scaling.find_state import states_within
 from fp8_compile.scaling.model_state import request
-from fp8_compile.scaling.state import ScalingState
 from fp8_compile.scaling.weight_cache import WeightCache, mark_stepped
 
 from .part import Step, TrainingPart
-
-log = logging.getLogger("fp8_compile")
 
 
 class WeightCaching(TrainingPart):
@@ -28,7 +22,6 @@ class WeightCaching(TrainingPart):
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        recompile(model, "with FP8 copies of its weights", unless=lambda state: state.weights is not None)
         request(model, self).cached = True
 
     @property
@@ -51,10 +44,3 @@ class WeightCaching(TrainingPart):
 
     def detach(self) -> None:
         request(self.model, self).cached = False
-
-
-def recompile(model: nn.Module, reason: str, *, unless: Callable[[ScalingState], bool]) -> None:
-    """Have code of the model compiled again, but for states whose code is right already: another training loop, which
-    shares the module, has seen to it."""
-    if any([state.recompile() for state in states_within(model).values() if not unless(state)]):
-        log.info("the model was compiled before: it is compiled again, %s", reason)

@@ -10,10 +10,10 @@ from torch import fx
 
 from fp8_compile.torch_internals.aot import named_inputs
 
-from .slot import Place, TensorUse
+from .slot import TensorUse
 
 PREFIX = "fp8_weight_"
-CODES, TRANSPOSED, KNOWN = "codes", "transposed", "known"
+CODES, TRANSPOSED, SCALES = "codes", "transposed", "scales"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,14 +29,13 @@ class Use:
 class CachedWeights(Protocol):
     """What passes ask of the cache; ``fp8_compile.scaling.graph_weights`` answers."""
 
-    def use(self, use: Use) -> Place | None:
-        """Where the scale of the weight's FP8 copy is stored; None if there is no such copy."""
+    def use(self, use: Use) -> bool:
+        """The graph reads the copy of a weight from now on; False if there is no such copy."""
         ...
 
 
 def weight_buffer(index: int, field: str) -> str:
-    """The name of an FP8 copy of the weight that is argument ``index``; with ``KNOWN``, of the scales of a table of
-    copies."""
+    """The name of an FP8 copy of the weight that is argument ``index``, or of its scales."""
     return f"{PREFIX}{index}_{field}"
 
 

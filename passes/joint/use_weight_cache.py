@@ -5,28 +5,28 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from fp8_compile.kernels.delayed_scaling import DEQUANT
 from fp8_compile.kernels.quantize import quantize_op
 from fp8_compile.torch_internals.aot import input_number
 
 from ..graph.arguments import arguments, input_of
-from ..graph.cached_weights import CODES, KNOWN, TRANSPOSED, CachedWeights, Use, weight_buffer, weight_buffers
+from ..graph.cached_weights import CODES, SCALES, TRANSPOSED, CachedWeights, Use, weight_buffer, weight_buffers
 from ..graph.emit import inline, replace_results
 from ..graph.marks import mark_of
 from ..graph.relayouts import relayouts_of
 from ..graph.roles import Role
 from ..graph.views import is_call_of
 from ..graph_pass import GraphPass, PassReport
-from .delay_scales import of_row
 
 prims = torch.ops.prims
 
 
 class UseWeightCache(GraphPass):
-    """Replace the quantize of a weight, and copies of the result in another layout, by buffers that hold them.
+    """Replace the quantize of a weight, and copies of the result in another layout, by inputs that hold them.
 
     Before:  qw, sw = fp8_compile.quantize(w, float8_e4m3fn, [-1, -1])
              qw_t = view(clone(permute(view(qw, uint8), [1, 0])), float8_e4m3fn)          where K must be contiguous
-    After:   qw = fp8_weight_3_codes;  sw = fp8_weight_0_known[1, row];  qw_t = fp8_weight_3_transposed
+    After:   qw = fp8_weight_3_codes;  sw = fp8_weight_3_scales[1];  qw_t = fp8_weight_3_transposed
 
     Skips: operands that are neither a parameter as it is nor one rounded by autocast; parameters that the cache has no
     copy of. A copy filled up to round sizes is still made from the codes.
@@ -44,24 +44,24 @@ class UseWeightCache(GraphPass):
             argument = _argument(source)
             if tensor is None or tensor.role is not Role.WEIGHT or weight_buffer(argument, CODES) not in buffers:
                 continue
-            place = self.weights.use(Use(argument, tensor, via))
-            if place is not None:
-                known = buffers[weight_buffer(place.table, KNOWN)]
-                _replace(graph, node, argument, known, place.row, buffers)
+            if self.weights.use(Use(argument, tensor, via)):
+                _replace(graph, node, argument, buffers)
                 used += 1
         return PassReport(used, "weights read from the cache")
 
 
-def _replace(
-    graph: fx.Graph, node: fx.Node, argument: int, known: fx.Node, row: int, buffers: dict[str, fx.Node]
-) -> None:
+def _replace(graph: fx.Graph, node: fx.Node, argument: int, buffers: dict[str, fx.Node]) -> None:
     codes, transposed = buffers[weight_buffer(argument, CODES)], buffers.get(weight_buffer(argument, TRANSPOSED))
     with graph.inserting_before(node):
-        _, dequant_scale = inline(graph, of_row, known, row, like=node)
+        dequant_scale = inline(graph, _dequant_scale, buffers[weight_buffer(argument, SCALES)], like=node)
     if transposed is not None:
         for copy in [copy for part in node.users for copy in relayouts_of(part, (True, 1, 1))]:
             copy.replace_all_uses_with(transposed)
     replace_results(graph, node, (codes, dequant_scale))
+
+
+def _dequant_scale(scales: torch.Tensor) -> torch.Tensor:
+    return scales[DEQUANT].view(1, 1)
 
 
 def _unrounded(node: fx.Node) -> tuple[fx.Node, torch.dtype | None]:

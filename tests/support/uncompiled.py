@@ -25,10 +25,12 @@ class UncompiledBackend:
         config = config or Config()
         self.config = config.replace(inductor={**config.inductor, **NO_CACHE})
         self.reports: list[Report] = []
+        self.codes: list[Any] = []
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         compiled, report = compile_graph(gm, example_inputs, self.config, inner_compile=run_uncompiled)
         self.reports.append(report)
+        self.codes.append(compiled)
         return compiled
 
 

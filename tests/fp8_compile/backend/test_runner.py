@@ -12,7 +12,8 @@ from fp8_compile.kernels.delayed_scaling import ABSENT
 from fp8_compile.passes.graph.roles import Role
 from fp8_compile.passes.graph.slot import FORWARD, TensorUse
 from fp8_compile.passes.joint.delay_scales import UpdateRule
-from fp8_compile.scaling.graph_slots import GraphPool
+from fp8_compile.scaling.graph_slots import GraphSlots
+from fp8_compile.scaling.layout import Prefix, layout_of
 from fp8_compile.scaling.state import ScalingState
 from fp8_compile.scaling.table import TableKind
 
@@ -23,14 +24,15 @@ class Graph:
     def __init__(self, warmup_steps: int = 0) -> None:
         self.state, self.amax = ScalingState(), ABSENT
         kind = TableKind(FORWARD, torch.device("cpu"), 4, 448.0, UpdateRule())
-        pool = GraphPool(self.state, [kind], 1)
-        place = pool.place(TensorUse("up", "up.weight", "", 0, Role.INPUT, None, 0))
-        assert place is not None
+        slots = GraphSlots(layout_of(None, "", [kind]), self.state, Prefix(""), room=1)
+        slots.place(TensorUse("up", "up.weight", "", 0, Role.INPUT, None, 0))
+        bound = slots.bound(self.state, Prefix(""))
+        (place,) = bound.places.values()
         self.table, self.row = self.state.tables[place.table], place.row
         self.run = Runner(
             self.code("compiled"),
             self.state,
-            pool,
+            bound,
             trains=True,
             looking=self.code("looking"),
             warming=self.code("warming") if warmup_steps else None,

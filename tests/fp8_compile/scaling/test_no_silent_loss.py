@@ -326,10 +326,11 @@ def test_a_block_that_is_called_several_times_is_right_from_its_first_step_on(ta
 
 
 def test_models_beyond_dynamos_limit_run_in_fp8() -> None:
-    for _ in range(11):
-        model = chain(2)
-        compiled(model)(batch()).sum().backward()
+    backend, models = UncompiledBackend(Config()), [chain(2) for _ in range(11)]
+    for model in models:
+        torch.compile(model, backend=backend)(batch()).sum().backward()
         assert len(scaling_state(model).stats()) == 6
+    assert len(backend.reports) == 1, "one code for all of them"
 
 
 def test_a_model_without_matmuls_is_told_once_why_nothing_runs_in_fp8(caplog: pytest.LogCaptureFixture) -> None:

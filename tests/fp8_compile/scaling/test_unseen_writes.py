@@ -101,7 +101,7 @@ def warm() -> Iterator[tuple[nn.Module, Any, WeightCache]]:
 
 
 def is_fresh(entry: CachedWeight, cache: WeightCache) -> bool:
-    known = cache.writer.known[entry.place.table][:, entry.place.row]
+    known = entry.scales
     assert known[DEQUANT] == 1 / known[QUANT] > 0
     expected = cast_delayed(entry.current().detach(), known[QUANT], entry.codes.dtype)
     return torch.equal(entry.codes.view(torch.uint8), expected.view(torch.uint8))
@@ -115,7 +115,7 @@ def write_between_samples(weight: torch.Tensor) -> None:
 
 
 def versions(cache: WeightCache) -> list[int]:
-    return [tensor._version for entry in cache.copies() for tensor in (*entry.tensors(), *cache.writer.known.values())]
+    return [tensor._version for entry in cache.copies() for tensor in (*entry.tensors(), entry.scales)]
 
 
 def test_one_of_several_weights_is_quantized_alone(warm) -> None:
@@ -191,14 +191,14 @@ class OnGpu:
         """Make visible what is quantized."""
         for entry in self.cache.copies():
             entry.codes.data.view(torch.uint8).fill_(0x55)
-            self.cache.state.tables[entry.place.table].amaxes.data.fill_(tile.NOTHING)
+            self.cache.state.tables[entry.at.table].amaxes.data.fill_(tile.NOTHING)
 
     def fresh(self) -> list[bool]:
         return [is_fresh(entry, self.cache) for entry in self.cache.copies()]
 
     def amaxes(self) -> list[float]:
         tables = self.cache.state.tables
-        return [tables[entry.place.table].amaxes[entry.place.row].item() for entry in self.cache.copies()]
+        return [tables[entry.at.table].amaxes[entry.at.row].item() for entry in self.cache.copies()]
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import torch
 from graph_text import DTYPES, op_name, ops, render
 from joint_graph import JointGraph, apply, fp8, joint_graph, make, random_inputs, run
 from torch import fx, nn
-from torch._functorch._aot_autograd.descriptors import BufferAOTInput
+from torch._functorch._aot_autograd.descriptors import PlainAOTInput
 from torch._subclasses import FakeTensorMode
 
 from fp8_compile.kernels import delayed_scaling
@@ -34,6 +34,7 @@ from fp8_compile.passes.joint.delay_scales import DelayScales
 from fp8_compile.passes.joint.lower_quantizes import LowerQuantizes
 from fp8_compile.passes.joint.rewrite_matmuls import RewriteMatmuls
 from fp8_compile.passes.joint.share_quantizes import ShareQuantizes
+from fp8_compile.torch_internals.aot import name_input, named_inputs
 
 DTYPES.setdefault(torch.int32, "i32")
 LENGTH = 3
@@ -80,7 +81,8 @@ def add_state(graph: fx.Graph, rows: int, *, stats: bool = False, frozen: bool =
                 name = buffer_name(direction, 0, field)
                 node = graph.placeholder(name)
                 made = torch.zeros(shapes[field], dtype=dtypes.get(field, torch.float32))
-                node.meta.update(val=mode.from_tensor(made, static_shapes=True), desc=BufferAOTInput(name))
+                node.meta.update(val=mode.from_tensor(made, static_shapes=True), desc=PlainAOTInput(1000))
+                name_input(node, name)
 
 
 def delayed(
@@ -114,9 +116,10 @@ def stack() -> JointGraph:
 def state_inputs(graph: fx.Graph, **fields: torch.Tensor) -> list[Any]:
     """Random inputs, and a state that knows nothing but what ``fields`` says of a buffer."""
     inputs = random_inputs(graph)
+    inputs_by_node = {node: name for name, node in named_inputs(graph).items()}
     for index, node in enumerate(graph.find_nodes(op="placeholder")):
-        target = getattr(node.meta.get("desc"), "target", "")
-        if str(target).startswith("fp8_"):
+        target = inputs_by_node.get(node, "")
+        if target.startswith("fp8_"):
             made = torch.full_like(inputs[index], delayed_scaling.ABSENT if target.endswith("amaxes") else 0)
             inputs[index] = fields.get(target, made).clone()
     return inputs
@@ -302,7 +305,7 @@ def test_what_forward_quantizes_is_tagged_for_forward_and_gradients_for_backward
             source = node
             while source.op != "placeholder":
                 source = source.args[0]
-            direction = str(source.meta["desc"].target).split("_")[1]
+            direction = source.name.split("_")[1]
             assert node.meta["partitioner_tag"] == f"must_be_in_{direction}", node.format_node()
 
 

@@ -1,0 +1,98 @@
+"""Which modules may run a code that was compiled for one of them.
+
+Dynamo compiles ``Block.forward`` once and runs the code for every block whose parameters look the same. That is right
+for us, too, as long as all of them are treated alike: patterns and output heads leave the same layers alone, and a
+training loop asks the same of them. A guard on the module asks that at every call; a module that differs is compiled by
+itself. The scaling state is not part of it: code is given that of the module it runs for (``shared_code.py``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from typing import Any
+
+from torch import fx, nn
+
+from fp8_compile.config import Config
+from fp8_compile.output_heads import head_candidates
+from fp8_compile.scaling.model_state import ModelState, model_state
+from fp8_compile.selection import Selection
+from fp8_compile.torch_internals.dynamo import compiled_root, guard_by, modules_read
+from fp8_compile.torch_internals.modules import unwrap
+
+from .module_names import whole_model
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """What code depends on beside its graph and the options of ``torch.compile``."""
+
+    treatment: Any  # what is left alone in the module, and why
+    cached: bool  # the code reads FP8 copies of weights
+    held: bool  # it leaves the update of scales to the optimizer's step
+    scaled: bool  # it has a loss scale
+    wide: bool  # gradients of 16-bit parameters leave in FP32
+    frozen: frozenset[str]  # inputs whose scales are fixed for inference
+
+
+def keep_apart(gm: fx.GraphModule, config: Config) -> None:
+    """Guard the modules that a graph reads."""
+    for source, module in modules_read(gm).items():
+        guard_by([source], _Check(config, module), "what backend='fp8' does with the layers")
+
+
+class _Check:
+    """True of modules that the code of a graph is right for."""
+
+    __name__ = "runs the same FP8 code"
+
+    def __init__(self, config: Config, module: nn.Module) -> None:
+        self.config, self.expected = config, variant_of(module, config)
+        # Code goes on for modules of a training loop that has ended, with the copies and the loss scale that it has.
+        self.admitted: weakref.WeakSet[nn.Module] = weakref.WeakSet([module])
+
+    def __call__(self, module: nn.Module) -> bool:
+        module = unwrap(module)
+        now = variant_of(module, self.config)
+        if now == self.expected:
+            self.admitted.add(module)
+            return True
+        if module not in self.admitted:
+            return False
+        before = self.expected
+        kept = dataclasses.replace(
+            now, cached=now.cached or before.cached, scaled=now.scaled or before.scaled, wide=now.wide or before.wide
+        )
+        return kept == before
+
+
+def variant_of(module: nn.Module, config: Config) -> Variant:
+    state = model_state(module)
+    requests, scalings = state.requests, list(state.loss_scalings)
+    delayed = config.recipe == "delayed"
+    return Variant(
+        _treatment(module, state, config),
+        delayed and requests.cached,
+        delayed and requests.held,
+        config.loss_scale is not None or any(one.setting is not None for one in scalings),
+        any(one.wide for one in scalings),
+        state.frozen if delayed else frozenset(),
+    )
+
+
+def _treatment(module: nn.Module, state: ModelState, config: Config) -> Any:
+    """What patterns say about each part of a module, and which of its weights may be those of output heads."""
+    key = config.include, config.exclude
+    if key not in state.treatments:
+        root = compiled_root() or module
+        name = next((name for name, inner in root.named_modules() if inner is module), "")
+        selection = Selection(config.include, config.exclude)
+        heads = head_candidates(whole_model(root))
+        parts = [selection.reason_against(part) for part, _ in module.named_modules(prefix=name)]
+        weights = [
+            (selection.reason_against("", (part,)), heads.get(id(parameter)))
+            for part, parameter in module.named_parameters(prefix=name)
+        ]
+        state.treatments[key] = tuple(parts), tuple(weights)
+    return state.treatments[key]
