@@ -35,12 +35,12 @@ def output_heads(root: nn.Module, gm: fx.GraphModule, tensors: Mapping[fx.Node, 
     return {**candidates.named, **wide, **candidates.tied}
 
 
-def head_candidates(root: nn.Module) -> dict[int, str]:
-    """``id(weight)`` -> reason, for what may be a head of a model. Which of the wide layers are the last products of
-    their graphs is the same for two models with the same candidates and the same graph."""
+def head_candidates(root: nn.Module) -> dict[int, bool]:
+    """``id(weight)`` of what may be a head of a model; True: it is one in any case; False: if it is the last product of
+    its graph, which is the same for two models with the same graph."""
     candidates = _Candidates(root)
-    wide = {weight: why for layer, why in candidates.wide for weight in _matrices(layer)}
-    return {**candidates.named, **wide, **candidates.tied}
+    wide = {weight: False for layer, _ in candidates.wide for weight in _matrices(layer)}
+    return wide | dict.fromkeys((*candidates.named, *candidates.tied), True)
 
 
 class _Candidates:

@@ -82,16 +82,16 @@ def variant_of(module: nn.Module, config: Config) -> Variant:
 
 
 def _treatment(module: nn.Module, state: ModelState, config: Config) -> Any:
-    """What patterns say about each part of a module, and which of its weights may be those of output heads."""
+    """Which parts of a module patterns leave alone, and which of its weights may be those of output heads."""
     key = config.include, config.exclude
     if key not in state.treatments:
         root = compiled_root() or module
         name = next((name for name, inner in root.named_modules() if inner is module), "")
         selection = Selection(config.include, config.exclude)
         heads = head_candidates(whole_model(root))
-        parts = [selection.reason_against(part) for part, _ in module.named_modules(prefix=name)]
+        parts = [selection.reason_against(part) is None for part, _ in module.named_modules(prefix=name)]
         weights = [
-            (selection.reason_against("", (part,)), heads.get(id(parameter)))
+            (selection.reason_against("", (part,)) is None, heads.get(id(parameter)))
             for part, parameter in module.named_parameters(prefix=name)
         ]
         state.treatments[key] = tuple(parts), tuple(weights)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._dynamo import config
 from torch._dynamo.convert_frame import input_codes
-from torch._dynamo.eval_frame import OptimizedModule, innermost_backend, innermost_fn, reset_code
+from torch._dynamo.eval_frame import DisableContext, OptimizedModule, innermost_backend, innermost_fn, reset_code
 from torch._dynamo.guards import GuardBuilder, get_verbose_code_parts, install_guard
 from torch._dynamo.source import SyntheticLocalSource
 from torch._guards import CompileContext
@@ -30,7 +30,8 @@ def compiled_root() -> nn.Module | None:
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         owner = frame.f_locals.get("self") if "self" in frame.f_code.co_varnames[:1] else None
-        if isinstance(owner, OptimizedModule):
+        # Dynamo wraps what it is not to compile in the same class: the graph that DDP's buckets were cut out of.
+        if isinstance(owner, OptimizedModule) and not isinstance(owner.dynamo_ctx, DisableContext):
             return unwrap(owner)
         if isinstance(owner, nn.Module) and compiled_in_place(owner):
             return unwrap(owner)

@@ -11,6 +11,7 @@ from called_ops import CalledOps
 from fp8_reference import Noise, to_numpy
 from interpreted import interpreted
 from torch import nn
+from uncompiled import UncompiledBackend
 
 import fp8_compile
 from fp8_compile.kernels.delayed_scaling import DEQUANT, QUANT, cast_delayed
@@ -250,3 +251,31 @@ def test_on_a_gpu_all_weights_are_quantized_after_an_inference_pass_and_no_amax_
     on_gpu.look()
     assert on_gpu.fresh() == [True, True] and on_gpu.amaxes() == [tile.NOTHING] * 2
     assert versions(on_gpu.cache) == before and on_gpu.cache.refreshes == refreshes + 1
+
+
+def test_weights_of_graphs_on_both_sides_of_a_break_are_found_written_together() -> None:
+    """The second graph's copies are renewed with the first's, by the scales of weights that someone has replaced."""
+
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(32, 32), nn.Linear(32, 32)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = torch.tanh(self.a(x))
+            torch._dynamo.graph_break()
+            return self.b(x)
+
+    torch.manual_seed(0)
+    model, x = Broken(), torch.randn(16, 32)
+    compiled = torch.compile(model, backend=UncompiledBackend())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    fp8_compile.attach(compiled, optimizer)
+    for _ in range(2):
+        compiled(x).square().mean().backward()
+        optimizer.step()
+    for parameter in model.parameters():
+        parameter.data.mul_(5)
+    found, exact = to_numpy(compiled(x)), to_numpy(model(x))
+    assert "none was ever saturated" in repr(fp8_compile.scaling_state(model))
+    assert Noise({"y": found}, {"y": exact}).snr_db()["y"] > 20

@@ -62,7 +62,7 @@ def test_ddp_has_equal_scales_on_both_ranks_and_those_of_one_process_with_the_wh
 def test_ddp_renews_its_copies_after_steps_and_after_load_state_dict(ranks) -> None:
     shapes = {f"blocks.{i}.{name}#0.weight" for i in range(2) for name in ("up", "down")}
     for rank in ranks["ddp"]:
-        assert set(rank["copies"]) == shapes and rank["refreshes"] == 3
+        assert set(rank["copies"]) == shapes and rank["refreshes"] == 4, "in the first step each part makes its own"
 
 
 def test_fsdp2_goes_on_from_a_checkpoint_bit_for_bit_and_keeps_no_copies_of_what_it_shards(ranks) -> None:
