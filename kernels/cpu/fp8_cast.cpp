@@ -53,6 +53,23 @@ void amax(const typename In::type* x, int64_t rows, int64_t cols, int axis, floa
   }
 }
 
+// kernels/quantize.py: `scales`. The quantize scale of an amax, with the inverse beside it.
+template <class To>
+float own_scale(float amax, float* dequant_scale) {
+  amax = amax < AMAX_FLOOR ? AMAX_FLOOR : amax;  // a comparison that leaves NaN alone
+  // Two roundings, as a number over a tensor has them in PyTorch: reciprocal, then product.
+  const float quant_scale = (1.0f / amax) * To::max;
+  *dequant_scale = 1.0f / quant_scale + amax * 0.0f;
+  return quant_scale;
+}
+
+template <class In, class To>
+void scales(const void* from, int64_t rows, int64_t cols, int axis, float* quant_scale, float* dequant_scale, int threads) {
+  amax<In>(static_cast<const typename In::type*>(from), rows, cols, axis, quant_scale, threads);
+  const int64_t count = axis == ROW ? rows : axis == COL ? cols : 1;
+  for (int64_t i = 0; i < count; ++i) quant_scale[i] = own_scale<To>(quant_scale[i], dequant_scale + i);
+}
+
 // Codes of a run of elements; returns the largest magnitude among them, as bits.
 template <class In, class To, bool FINITE, class Scale>
 uint32_t encode(const typename In::type* __restrict__ x, int64_t count, Scale scale, uint8_t* __restrict__ codes) {
@@ -133,12 +150,7 @@ void inputs(const void* from, int64_t rows, int64_t cols, int64_t stride, const 
   for (int64_t i = 0; i < rows; ++i) {
     const auto* row = x + i * stride;
     float s = known ? 1.0f / *known : 0.0f;
-    if (!known) {
-      float largest = value(largest_bits<In>(row, cols));
-      largest = largest < AMAX_FLOOR ? AMAX_FLOOR : largest;  // a comparison that leaves NaN alone
-      s = (1.0f / largest) * E4M3::max;
-      scales[i] = 1.0f / s + largest * 0.0f;
-    }
+    if (!known) s = own_scale<E4M3>(value(largest_bits<In>(row, cols)), scales + i);
     encode<In, E4M3>(row, cols, s, codes + i * cols);
   }
 }
@@ -150,6 +162,9 @@ void dispatch(int dtype, int e5m2, Arguments... arguments) {
   if (dtype == BF16) e5m2 ? Work<BFloat16, E5M2>::run(arguments...) : Work<BFloat16, E4M3>::run(arguments...);
   if (dtype == FP16) e5m2 ? Work<Float16, E5M2>::run(arguments...) : Work<Float16, E4M3>::run(arguments...);
 }
+template <class In, class To> struct OwnScales {
+  template <class... A> static void run(A... a) { scales<In, To>(a...); }
+};
 template <class In, class To> struct Quantize {
   template <class... A> static void run(A... a) { quantize<In, To>(a...); }
 };
@@ -161,11 +176,9 @@ template <class In, class To> struct Delayed {
 
 extern "C" {
 
-void fp8_amax(const void* x, int dtype, int64_t rows, int64_t cols, int axis, float* out, int threads) {
-  threads = usable_threads(threads, rows * cols);
-  if (dtype == FP32) amax<Float32>(static_cast<const float*>(x), rows, cols, axis, out, threads);
-  if (dtype == BF16) amax<BFloat16>(static_cast<const uint16_t*>(x), rows, cols, axis, out, threads);
-  if (dtype == FP16) amax<Float16>(static_cast<const uint16_t*>(x), rows, cols, axis, out, threads);
+void fp8_scales(const void* x, int dtype, int64_t rows, int64_t cols, int axis, int e5m2, float* quant_scale,
+                float* dequant_scale, int threads) {
+  dispatch<OwnScales>(dtype, e5m2, x, rows, cols, axis, quant_scale, dequant_scale, usable_threads(threads, rows * cols));
 }
 
 void fp8_quantize(const void* x, int dtype, int64_t rows, int64_t cols, int axis, const float* scale, int e5m2,

@@ -1,4 +1,4 @@
-"""Every operation that gives pointers to C++ refuses what does not fit, by name, and never crashes.
+"""Every operation in C++ refuses what does not fit, by name, and never crashes. Without a compiler it says the same.
 
 A table: for each operation a call that works, and from it calls that are wrong in one argument each. The calls of an
 operation are made in a process of their own, so that a crash is the failure of its test and not the end of all.
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fp8_compile.kernels import delayed_scaling, experts, fp8_inputs, fp8_weight  # noqa: F401  define operations
 from fp8_compile.kernels.cpu import nvfp4, quantize, scaled_grouped_mm, scaled_mm, update_scales  # noqa: F401
-from fp8_compile.kernels.cpu.library import library
+from fp8_compile.kernels.cpu.operations import registered
 from fp8_compile.kernels.nvfp4 import ops  # noqa: F401
 
 M, K, N, E = 5, 160, 24, 3
@@ -66,6 +66,10 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
         "amaxes": torch.ones(7), "history": torch.ones(7, 4), "scales": torch.ones(2, 7),
         "counts": torch.zeros(10, 7, dtype=torch.int32), "known": torch.ones(2, 7), "largest": 448.0,
         "algorithm": "max", "interval": 1,
+    },
+    **{
+        op: lambda: {"amaxes": torch.ones(7), "recorded": [torch.ones(()), torch.ones(1, 1)], "rows": [3, 0]}
+        for op in ("record_amaxes_", "accumulate_amaxes_")
     },
 }  # fmt: skip
 # What else is wrong in an operation: argument, what is wrong, its value.
@@ -123,6 +127,18 @@ MORE: dict[str, list[tuple[str, str, Any]]] = {
         ("algorithm", "unknown", "least"),
         ("largest", "of no format", 100.0),
     ],
+    **{
+        op: [
+            ("amaxes", "strides", torch.ones(14)[::2]),
+            ("recorded", "dtype", [torch.ones(()), torch.ones((), dtype=BF16)]),
+            ("recorded", "shape", [torch.ones(2), torch.ones(())]),
+            ("recorded", "fewer", [torch.ones(())]),
+            ("rows", "too far", [0, 7]),
+            ("rows", "negative", [-1, 0]),
+            ("rows", "fewer", [0]),
+        ]
+        for op in ("record_amaxes_", "accumulate_amaxes_")
+    },
 }
 # What is not wrong, though it is different.
 ALLOWED = {
@@ -134,6 +150,8 @@ ALLOWED = {
     *(("quantize_delayed", "x", what) for what in ("shorter", "longer", "nothing")),
     ("quantize_delayed", "quant_scale", "fewer dimensions"),
     ("scaled_mm", "scale_left", "shorter"),  # one scale per row
+    *((op, "amaxes", what) for op in ("record_amaxes_", "accumulate_amaxes_") for what in ("shorter", "longer")),
+    *((op, "amaxes", "device") for op in ("record_amaxes_", "accumulate_amaxes_")),  # the only tensor but for a list
 }
 
 
@@ -162,20 +180,31 @@ def wrong_calls(op: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
         yield name, what, {**CALLS[op](), name: wrong}
 
 
-def problem_of(op: str, name: str, given: dict[str, Any]) -> str | None:
-    """What is wrong with how the operation refuses this; None if nothing is."""
+def refusal(op: str, given: dict[str, Any]) -> str | None:
+    """What the operation says; None if it takes the arguments."""
     try:
         getattr(torch.ops.fp8_compile, op)(*given.values())
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
-        message = str(error)
-        for part in (f"fp8_compile::{op}:", "xpected", "got"):
-            if part not in message:
-                return f"does not say {part!r}: {message}"
-        # The size of one tensor is held against another's, which may be the one that is named.
-        return None if any(re.search(rf"\b{other}\b", message) for other in given) else f"names no argument: {message}"
+    except RuntimeError as error:
+        return str(error)
     except BaseException as error:
-        return f"is a {type(error).__name__}: {error}"
-    return "is not refused"
+        return f"a {type(error).__name__}: {error}"
+    return None
+
+
+def problem_of(op: str, given: dict[str, Any]) -> str | None:
+    """What is wrong with how the operation refuses this; None if nothing is."""
+    message = refusal(op, given)
+    if message is None:
+        return "is not refused"
+    for part in (f"fp8_compile::{op}:", "xpected", "got"):
+        if part not in message:
+            return f"does not say {part!r}: {message}"
+    # The size of one tensor is held against another's, which may be the one that is named.
+    if not any(re.search(rf"\b{other}\b", message) for other in given):
+        return f"names no argument: {message}"
+    on_meta = any(isinstance(one, Tensor) and one.is_meta for one in given.values())  # refused before it is chosen
+    without = message if on_meta else refusal(f"{op}_formula", given)
+    return None if without == message else f"without a compiler says {without!r} instead of {message!r}"
 
 
 def in_a_process(run: Callable[[], list[str]]) -> list[str]:
@@ -200,7 +229,7 @@ def in_a_process(run: Callable[[], list[str]]) -> list[str]:
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels() -> None:
-    if library() is None:
+    if not registered():
         pytest.skip("there is no C++ without a compiler")
 
 
@@ -210,7 +239,7 @@ def test_an_operation_takes_what_is_right_and_refuses_what_is_wrong_by_name(op: 
         getattr(torch.ops.fp8_compile, op)(*CALLS[op]().values())
         for name, what, given in wrong_calls(op):
             yield f"{name}, {what}: not answered"  # the last line, if it crashes
-            yield f"{name}, {what}: {problem_of(op, name, given) or 'ok'}"
+            yield f"{name}, {what}: {problem_of(op, given) or 'ok'}"
         yield "end"
 
     lines = in_a_process(run)  # type: ignore[arg-type]
@@ -219,11 +248,11 @@ def test_an_operation_takes_what_is_right_and_refuses_what_is_wrong_by_name(op: 
 
 
 def test_every_operation_that_runs_c_is_in_the_table() -> None:
-    """Those that have a kernel for the CPU alone, or whose function looks for one of ours."""
+    """Those that have a kernel for the CPU alone, which is there once one of them was called."""
     names = {name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("fp8_compile::")}
     for_cpu = {name for name in names if torch._C._dispatch_has_kernel_for_dispatch_key(f"fp8_compile::{name}", "CPU")}
     products = {name for name in names if name.endswith("_mm") and not name.startswith("cublaslt")}
-    assert for_cpu | products | {"quantize_inputs"} <= set(CALLS)
+    assert for_cpu | products | {"quantize_inputs"} == set(CALLS)
 
 
 def test_block_scales_of_any_k_give_the_products_and_of_none_zeros() -> None:
