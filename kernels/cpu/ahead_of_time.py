@@ -23,6 +23,7 @@ from .isa import Isa, cpu_features
 from .kept_files import kept
 from .library import FLAGS, SOURCES, working_isa
 from .operations import INCLUDE, OPERATIONS
+from .quantize_mm import quantize_mm_op
 from .scaled_mm import scaled_mm_op
 
 SHIMS = {
@@ -49,6 +50,10 @@ SHIMS = {
     scaled_mm_op: [
         "AOTITorchError aoti_torch_cpu_scaled_mm(AtenTensorHandle, AtenTensorHandle, AtenTensorHandle,"
         " AtenTensorHandle, AtenTensorHandle*, int32_t, AtenTensorHandle*)"
+    ],
+    quantize_mm_op: [
+        "AOTITorchError aoti_torch_cpu_quantize_mm(AtenTensorHandle, AtenTensorHandle*, AtenTensorHandle,"
+        " AtenTensorHandle*, AtenTensorHandle*, int32_t, int32_t, int32_t, AtenTensorHandle*)"
     ],
 }
 SHIM_SOURCES = {OPERATIONS: INCLUDE, "aoti_shims.cpp": INCLUDE}

@@ -90,4 +90,13 @@ __attribute__((visibility("default"))) AOTITorchError aoti_torch_cpu_scaled_mm(
   });
 }
 
+__attribute__((visibility("default"))) AOTITorchError aoti_torch_cpu_quantize_mm(
+    AtenTensorHandle x, AtenTensorHandle* scale, AtenTensorHandle weight, AtenTensorHandle* weight_scale, AtenTensorHandle* bias,
+    int32_t dtype, int32_t rows, int32_t out_dtype, AtenTensorHandle* result) {
+  return without_exceptions([&] {
+    *result = fp8::quantize_mm(Tensor(x), optional(scale), Tensor(weight), optional(weight_scale), optional(bias), dtype, rows != 0,
+                               out_dtype).give();
+  });
+}
+
 }  // extern "C"

@@ -3,6 +3,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <memory>
 
 #include "fp8_formats.h"
 
@@ -41,10 +42,11 @@ class Bias {
   std::optional<Read> read_;
 };
 
-// What shares a scale, as fp8_cast.cpp counts.
+enum Axis { TENSOR, ROW, COLUMN };  // fp8_cast.cpp: what shares a scale
+
 int check_block(const char* op, const std::vector<int64_t>& block) {
-  const int64_t allowed[3][2] = {{WHOLE, WHOLE}, {1, WHOLE}, {WHOLE, 1}};
-  for (int axis = 0; axis < 3; ++axis)
+  const int64_t allowed[][2] = {{WHOLE, WHOLE}, {1, WHOLE}, {WHOLE, 1}};
+  for (int axis : {TENSOR, ROW, COLUMN})
     if (block.size() == 2 && block[0] == allowed[axis][0] && block[1] == allowed[axis][1]) return axis;
   // -1 is no size of any here.
   std::string got = "(";
@@ -65,6 +67,30 @@ Blocks check_quantize(const char* op, const Tensor& x, int32_t dtype, const std:
 
 bool is_e5m2(int32_t dtype) { return dtype == aoti_torch_dtype_float8_e5m2(); }
 int32_t float32() { return aoti_torch_dtype_float32(); }
+
+// Codes of a contiguous matrix, and the scales of its own that they are made with; quantize scales stay here.
+void quantize_own(const Tensor& x, int axis, int32_t dtype, uint8_t* codes, float* dequant_scale) {
+  const int64_t lines = axis == TENSOR ? 1 : axis == ROW ? x.sizes[0] : x.sizes[1];
+  const int threads = threads_for(x.count(), CAST_LEAST_PARALLEL);
+  float one;
+  std::vector<float> more;
+  if (lines > 1) more.resize(size_t(lines));
+  float* quant_scale = lines > 1 ? more.data() : &one;
+  kernels().fp8_scales(x.data, x.code(), x.sizes[0], x.sizes[1], axis, is_e5m2(dtype), quant_scale, dequant_scale, threads);
+  kernels().fp8_quantize(x.data, x.code(), x.sizes[0], x.sizes[1], axis, quant_scale, is_e5m2(dtype), codes, threads);
+}
+
+// Memory for the codes and scales of a tensor that no one else sees.
+class Codes {
+ public:
+  Codes(int64_t codes, int64_t scales) : scales_(size_t(scales)), codes_(new uint8_t[size_t(codes)]) {}
+  uint8_t* codes() { return codes_.get(); }
+  float* scales() { return scales_.data(); }
+
+ private:
+  std::vector<float> scales_;
+  std::unique_ptr<uint8_t[]> codes_;
+};
 
 // x [M, K] by an interleaved weight, or a stack of them.
 void check_nvfp4_weight(const char* op, const Tensor& x, const Tensor& codes, const Tensor& block_scales, bool stack) {
@@ -184,6 +210,51 @@ Owned cast(const Tensor& x, const Tensor& quant_scale, int32_t dtype, const std:
   kernels().fp8_quantize(read->data, x.code(), x.sizes[0], x.sizes[1], blocks.axis, scale.as<const float>(), is_e5m2(dtype),
                          codes.as<uint8_t>(), threads_for(x.count(), CAST_LEAST_PARALLEL));
   return codes;
+}
+
+Two quantize(const Tensor& x, int32_t dtype, const std::vector<int64_t>& block) {
+  check("quantize", "x", x, halves(), {{ANY, ANY}});
+  if (!formats().have(dtype) || block.size() != 2 || (block[0] != WHOLE && block[1] != WHOLE)) throw NoKernel();  // tiles
+  const Blocks blocks = check_quantize("quantize", x, dtype, block);
+  const Read read = contiguous(x);
+  Owned codes = new_tensor({x.sizes[0], x.sizes[1]}, dtype), dequant_scale = new_tensor({blocks.rows, blocks.cols}, float32());
+  quantize_own(*read.operator->(), blocks.axis, dtype, codes.as<uint8_t>(), dequant_scale.as<float>());
+  return {std::move(codes), std::move(dequant_scale)};
+}
+
+Owned quantize_mm(const Tensor& x, const Optional& scale, const Tensor& weight, const Optional& weight_scale,
+                  const Optional& bias, int32_t dtype, bool rows, int32_t out_dtype) {
+  const char* op = "quantize_mm";
+  check(op, "x", x, halves(), {{ANY, ANY}});
+  check_dtype(op, "dtype", dtype, scale ? only(aoti_torch_dtype_float8_e4m3fn()) : formats());
+  if (scale) check(op, "scale", *scale, fp32(), {{}, {1}, {1, 1}});
+  const int64_t m = x.sizes[0], k = x.sizes[1];
+  check(op, "weight", weight, weight_scale ? formats() : halves(), {{ANY, k}});
+  const int64_t n = weight.sizes[0];
+  if (weight_scale) check(op, "weight_scale", *weight_scale, fp32(), {{1, 1}, {1, n}});
+  if (bias) check(op, "bias", *bias, floats(), {{n}});
+  check_dtype(op, "out_dtype", out_dtype, halves());
+
+  const int axis = rows ? ROW : TENSOR;
+  const bool by_row = rows && !scale;
+  Codes left(m * k, by_row ? m : 1), right(weight_scale ? 0 : n * k, rows ? n : 1);
+  if (scale) {
+    const Read read = with_contiguous_rows(x);
+    kernels().fp8_inputs(read->data, x.code(), m, k, read->strides[0], scale->as<const float>(), left.codes(), left.scales(),
+                         threads_for(m * k, CAST_LEAST_PARALLEL));
+  } else {
+    quantize_own(*contiguous(x).operator->(), axis, dtype, left.codes(), left.scales());
+  }
+  if (!weight_scale) quantize_own(*contiguous(weight).operator->(), axis, dtype, right.codes(), right.scales());
+  const Bias added(bias);
+  Owned out = new_tensor({m, n}, out_dtype);
+  kernels().fp8_scaled_mm(
+      m, n, k, left.codes(), k, 1, is_e5m2(dtype), left.scales(), by_row && m > 1 ? 1 : 0, 0, 1,
+      weight_scale ? weight.data : right.codes(), weight_scale ? weight.strides[0] : k, weight_scale ? weight.strides[1] : 1,
+      weight_scale ? weight.is_e5m2() : is_e5m2(dtype), weight_scale ? weight_scale->as<const float>() : right.scales(),
+      weight_scale ? weight_scale->step(1) : rows && n > 1 ? 1 : 0, 0, 1, added.data(), out.data(), dtype_named(out_dtype).code, n, 0,
+      threads_for(m * n * k, GEMM_LEAST_PARALLEL));
+  return out;
 }
 
 Delayed quantize_delayed(const Tensor& x, const Tensor& quant_scale, int32_t dtype, bool wanted) {

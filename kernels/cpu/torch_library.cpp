@@ -95,7 +95,10 @@ class List {
  public:
   explicit List(StableIValue value) : handle_(reinterpret_cast<StableListHandle>(value)) { succeed(torch_list_size(handle_, &size_)); }
   List(const List&) = delete;
-  ~List() { torch_delete_list(handle_); }
+  ~List() {
+    if (handle_) torch_delete_list(handle_);
+  }
+  void release() { handle_ = nullptr; }
   size_t size() const { return size_; }
   StableIValue item(size_t index) const {
     StableIValue value = 0;
@@ -109,13 +112,14 @@ class List {
 };
 template <> class Argument<const std::vector<int64_t>&> {
  public:
-  explicit Argument(StableIValue value) {
-    const List list(value);
-    for (size_t i = 0; i < list.size(); ++i) values_.push_back(static_cast<int64_t>(list.item(i)));
+  explicit Argument(StableIValue value) : list_(value) {
+    for (size_t i = 0; i < list_.size(); ++i) values_.push_back(static_cast<int64_t>(list_.item(i)));
   }
   const std::vector<int64_t>& get() const { return values_; }
+  void release() { list_.release(); }
 
  private:
+  List list_;
   std::vector<int64_t> values_;
 };
 template <> class Argument<const std::vector<Tensor>&> {
@@ -173,6 +177,7 @@ void accumulate(const Tensor& amaxes, const std::vector<Tensor>& recorded, const
   record_amaxes("accumulate_amaxes_", amaxes, recorded, rows, true);
 }
 
+constexpr char QUANTIZE[] = "fp8_compile::quantize_formula";
 constexpr char QUANTIZE_INPUTS[] = "fp8_compile::quantize_inputs_formula", FP8_MM[] = "fp8_compile::fp8_mm_formula",
                NVFP4_MM[] = "fp8_compile::nvfp4_mm_formula", NVFP4_EXPERTS_MM[] = "fp8_compile::nvfp4_experts_mm_formula",
                FP8_EXPERTS_MM[] = "fp8_compile::fp8_experts_mm_formula";
@@ -186,6 +191,8 @@ const Implementation IMPLEMENTATIONS[] = {
     {"scaled_grouped_mm", Boxed<&scaled_grouped_mm>::function},
     {"scales", Boxed<&scales>::function},
     {"cast", Boxed<&cast>::function},
+    {"quantize", Boxed<&quantize, QUANTIZE>::function},
+    {"quantize_mm", Boxed<&quantize_mm>::function},
     {"quantize_delayed", Boxed<&quantize_delayed>::function},
     {"update_scales_", Boxed<&update_scales>::function},
     {"record_amaxes_", Boxed<&record>::function},

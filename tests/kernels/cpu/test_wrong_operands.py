@@ -16,7 +16,14 @@ import torch
 from torch import Tensor
 
 from fp8_compile.kernels import delayed_scaling, experts, fp8_inputs, fp8_weight  # noqa: F401  define operations
-from fp8_compile.kernels.cpu import nvfp4, quantize, scaled_grouped_mm, scaled_mm, update_scales  # noqa: F401
+from fp8_compile.kernels.cpu import (  # noqa: F401
+    nvfp4,
+    quantize,
+    quantize_mm,
+    scaled_grouped_mm,
+    scaled_mm,
+    update_scales,  # noqa: F401
+)
 from fp8_compile.kernels.cpu.operations import registered
 from fp8_compile.kernels.nvfp4 import ops  # noqa: F401
 
@@ -35,6 +42,11 @@ def nibbles(*shape: int) -> Tensor:
 # Name -> a call that works: its arguments by name.
 CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     "scales": lambda: {"x": torch.ones(M, K), "dtype": E4M3, "block": [1, -1]},
+    "quantize": lambda: {"x": torch.ones(M, K), "dtype": E4M3, "block": [1, -1]},
+    "quantize_mm": lambda: {
+        "x": torch.ones(M, K), "scale": torch.ones(()), "weight": fp8(N, K), "weight_scale": torch.ones(1, N),
+        "bias": torch.ones(N), "dtype": E4M3, "rows": True, "out_dtype": BF16,
+    },
     "cast": lambda: {"x": torch.ones(M, K), "quant_scale": torch.ones(M, 1), "dtype": E4M3, "block": [1, -1]},
     "quantize_delayed": lambda: {
         "x": torch.ones(M, K), "quant_scale": torch.ones(1, 1), "dtype": E5M2, "wanted": True,
@@ -84,6 +96,13 @@ MORE: dict[str, list[tuple[str, str, Any]]] = {
         ("dtype", "another chip's", torch.float8_e4m3fnuz),
     ],
     "quantize_delayed": [("dtype", "no FP8", BF16)],
+    "quantize_mm": [
+        ("weight", "in high precision, with a scale", torch.ones(N, K)),
+        ("weight_scale", "none, of FP8", None),
+        ("dtype", "not that of a known scale", E5M2),
+        ("dtype", "another chip's", torch.float8_e4m3fnuz),
+        ("out_dtype", "no float", torch.int8),
+    ],
     "scaled_mm": [
         ("scale_left", "of other tiles", torch.ones(M, 3)),
         ("scale_left", "of none", torch.ones(M, 0)),
@@ -142,8 +161,9 @@ MORE: dict[str, list[tuple[str, str, Any]]] = {
 }
 # What is not wrong, though it is different.
 ALLOWED = {
-    ("scales", "x", "device"),  # the only tensor
-    *((op, "x", what) for op in ("scales", "quantize_inputs", "cast") for what in ("shorter", "longer", "nothing")),
+    *((op, "x", "device") for op in ("scales", "quantize")),  # the only tensor
+    *((op, "x", what) for op in ("scales", "quantize", "cast") for what in ("shorter", "longer", "nothing")),
+    *(("quantize_inputs", "x", what) for what in ("shorter", "longer", "nothing")),
     *(("update_scales_", "history", what) for what in ("shorter", "longer")),
     *((op, "x", "shorter") for op in ("nvfp4_mm", "nvfp4_experts_mm")),  # K of the weight is a multiple of 16
     *(("quantize_delayed", "x", f"{what} dimensions") for what in ("more", "fewer")),

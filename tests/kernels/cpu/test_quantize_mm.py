@@ -1,0 +1,87 @@
+"""A gemm that quantizes its operands against the calls that it stands for, bit for bit."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8_compile.kernels.cpu.quantize_mm import quantize_mm_op
+from fp8_compile.kernels.cpu.scaled_mm import scaled_mm_op
+from fp8_compile.kernels.formats import E4M3, E5M2
+from fp8_compile.kernels.fp8_inputs import quantize_inputs_op
+from fp8_compile.kernels.quantize import quantize_op
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SHAPES = [(1, 5, 16), (4, 33, 130), (5, 40, 64), (70, 16, 300), (0, 3, 8), (3, 0, 8), (3, 4, 0)]
+
+
+def three_calls(
+    x: Tensor, scale: Tensor | None, w: Tensor, weight_scale: Tensor | None, bias: Tensor | None, *how: object
+) -> Tensor:
+    dtype, rows, out_dtype = how
+    block = [1 if rows else -1, -1]
+    q, s = quantize_op(x, dtype, block) if scale is None else quantize_inputs_op(x, scale)
+    if weight_scale is None:
+        w, by_row = quantize_op(w, dtype, block)
+        weight_scale = by_row.t()
+    return scaled_mm_op(q, w.t(), s, weight_scale, bias, out_dtype)
+
+
+def check(*given: object) -> Tensor:
+    found, expected = quantize_mm_op(*given), three_calls(*given)
+    assert found.shape == expected.shape and found.dtype == expected.dtype and found.is_contiguous()
+    assert torch.equal(found.nan_to_num(nan=123.0), expected.nan_to_num(nan=123.0))
+    return found
+
+
+@pytest.mark.parametrize("rows", [False, True])
+@pytest.mark.parametrize("m, n, k", SHAPES)
+def test_both_operands_by_scales_of_their_own(m: int, n: int, k: int, rows: bool) -> None:
+    for dtype, format in itertools.product(DTYPES, (E4M3, E5M2)):
+        x, w, bias = torch.randn(m, k).to(dtype), torch.randn(n, k).to(dtype), torch.randn(n).to(dtype)
+        for added in (None, bias):
+            check(x, None, w, None, added, format.dtype, rows, dtype)
+
+
+@pytest.mark.parametrize("m, n, k", SHAPES)
+def test_codes_of_a_weight_by_scales_that_are_known(m: int, n: int, k: int) -> None:
+    x, codes, scale = torch.randn(m, k), torch.randn(n, k).to(E5M2.dtype), torch.tensor(0.02)
+    for rows, weight_scale in itertools.product((False, True), (torch.rand(1, 1), torch.rand(1, n))):
+        check(x, None, codes, weight_scale, torch.randn(n), E4M3.dtype, rows, torch.bfloat16)
+        check(x, scale, codes, weight_scale, None, E4M3.dtype, rows, torch.float16)
+
+
+def test_operands_of_any_strides() -> None:
+    x, w = torch.randn(9, 128), torch.randn(70, 256)
+    rows = (x[:, :64], x[:, ::2], x.t()[:64].t(), x[::2, :64])
+    weights = (w[:, :64], w[:, ::4], w.t()[:64].t())
+    for left, right in itertools.product(rows, weights):
+        check(left, None, right, None, None, E4M3.dtype, True, torch.float32)
+        check(left, torch.tensor(0.5), right.to(E4M3.dtype), torch.ones(1, 70), None, E4M3.dtype, False, torch.float32)
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_inf_and_nan_do_not_vanish(bad: float) -> None:
+    x, w = torch.randn(4, 32), torch.randn(8, 32)
+    x[1, 3] = bad
+    by_row = check(x, None, w, None, None, E4M3.dtype, True, torch.float32)
+    assert by_row[1].isnan().all() and by_row[[0, 2, 3]].isfinite().all()
+    assert check(x, None, w, None, None, E4M3.dtype, False, torch.float32).isnan().all()
+    known = check(x, torch.tensor(0.1), w, None, None, E4M3.dtype, True, torch.float32)
+    assert known[1].isnan().all() and known[[0, 2, 3]].isfinite().all()
+
+
+def test_without_a_compiler_it_is_the_plain_formula() -> None:
+    x, w, scale = torch.randn(4, 32), torch.randn(8, 32), torch.tensor(0.02)
+    for known, rows in itertools.product((None, scale), (False, True)):
+        given = (x, known, w, None, torch.randn(8), E4M3.dtype, rows, torch.float32)
+        torch.testing.assert_close(torch.ops.fp8_compile.quantize_mm_formula(*given), quantize_mm_op(*given))
+
+
+def test_the_op_and_its_fake_agree() -> None:
+    given = (torch.randn(4, 32), None, torch.randn(8, 32), None, torch.randn(8), E4M3.dtype, True, torch.bfloat16)
+    torch.library.opcheck(quantize_mm_op, given, test_utils=("test_schema", "test_faketensor"))
