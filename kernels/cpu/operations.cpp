@@ -92,6 +92,39 @@ class Codes {
   std::unique_ptr<uint8_t[]> codes_;
 };
 
+// One operand of a product, its scales one for all or one for each line.
+struct Side {
+  const void* codes;
+  int64_t stride, k_stride;
+  int e5m2;
+  const float* scales;
+  int64_t scale_stride;
+};
+
+// A weight [N, K] that is quantized on the way in, or FP8 already where it has a scale.
+void check_weight(const char* op, const Tensor& x, const Tensor& weight, const Optional& scale, const Optional& bias, int32_t out_dtype) {
+  check(op, "weight", weight, scale ? formats() : halves(), {{ANY, x.sizes[1]}});
+  const int64_t n = weight.sizes[0];
+  if (scale) check(op, "weight_scale", *scale, fp32(), {{1, 1}, {1, n}});
+  if (bias) check(op, "bias", *bias, floats(), {{n}});
+  check_dtype(op, "out_dtype", out_dtype, halves());
+}
+
+Owned times_weight(const Tensor& x, const Side& left, const Tensor& weight, const Optional& scale, const Optional& bias,
+                   int32_t dtype, bool rows, int32_t out_dtype) {
+  const int64_t m = x.sizes[0], k = x.sizes[1], n = weight.sizes[0];
+  Codes codes(scale ? 0 : n * k, rows ? n : 1);
+  if (!scale) quantize_own(*contiguous(weight).operator->(), rows ? ROW : TENSOR, dtype, codes.codes(), codes.scales());
+  const Side right = scale ? Side{weight.data, weight.strides[0], weight.strides[1], weight.is_e5m2(), scale->as<const float>(), scale->step(1)}
+                           : Side{codes.codes(), k, 1, is_e5m2(dtype), codes.scales(), rows && n > 1 ? 1 : 0};
+  const Bias added(bias);
+  Owned out = new_tensor({m, n}, out_dtype);
+  kernels().fp8_scaled_mm(m, n, k, left.codes, left.stride, left.k_stride, left.e5m2, left.scales, left.scale_stride, 0, 1, right.codes,
+                          right.stride, right.k_stride, right.e5m2, right.scales, right.scale_stride, 0, 1, added.data(), out.data(),
+                          dtype_named(out_dtype).code, n, 0, threads_for(m * n * k, GEMM_LEAST_PARALLEL));
+  return out;
+}
+
 // x [M, K] by an interleaved weight, or a stack of them.
 void check_nvfp4_weight(const char* op, const Tensor& x, const Tensor& codes, const Tensor& block_scales, bool stack) {
   check(op, "codes", codes, only(aoti_torch_dtype_uint8()), {stack ? Shape{ANY, ANY, ANY} : Shape{ANY, ANY}}, CONTIGUOUS);
@@ -228,33 +261,37 @@ Owned quantize_mm(const Tensor& x, const Optional& scale, const Tensor& weight, 
   check(op, "x", x, halves(), {{ANY, ANY}});
   check_dtype(op, "dtype", dtype, scale ? only(aoti_torch_dtype_float8_e4m3fn()) : formats());
   if (scale) check(op, "scale", *scale, fp32(), {{}, {1}, {1, 1}});
+  check_weight(op, x, weight, weight_scale, bias, out_dtype);
   const int64_t m = x.sizes[0], k = x.sizes[1];
-  check(op, "weight", weight, weight_scale ? formats() : halves(), {{ANY, k}});
-  const int64_t n = weight.sizes[0];
-  if (weight_scale) check(op, "weight_scale", *weight_scale, fp32(), {{1, 1}, {1, n}});
-  if (bias) check(op, "bias", *bias, floats(), {{n}});
-  check_dtype(op, "out_dtype", out_dtype, halves());
-
-  const int axis = rows ? ROW : TENSOR;
   const bool by_row = rows && !scale;
-  Codes left(m * k, by_row ? m : 1), right(weight_scale ? 0 : n * k, rows ? n : 1);
+  Codes codes(m * k, by_row ? m : 1);
   if (scale) {
     const Read read = with_contiguous_rows(x);
-    kernels().fp8_inputs(read->data, x.code(), m, k, read->strides[0], scale->as<const float>(), left.codes(), left.scales(),
+    kernels().fp8_inputs(read->data, x.code(), m, k, read->strides[0], scale->as<const float>(), codes.codes(), codes.scales(),
                          threads_for(m * k, CAST_LEAST_PARALLEL));
   } else {
-    quantize_own(*contiguous(x).operator->(), axis, dtype, left.codes(), left.scales());
+    quantize_own(*contiguous(x).operator->(), rows ? ROW : TENSOR, dtype, codes.codes(), codes.scales());
   }
-  if (!weight_scale) quantize_own(*contiguous(weight).operator->(), axis, dtype, right.codes(), right.scales());
-  const Bias added(bias);
-  Owned out = new_tensor({m, n}, out_dtype);
-  kernels().fp8_scaled_mm(
-      m, n, k, left.codes(), k, 1, is_e5m2(dtype), left.scales(), by_row && m > 1 ? 1 : 0, 0, 1,
-      weight_scale ? weight.data : right.codes(), weight_scale ? weight.strides[0] : k, weight_scale ? weight.strides[1] : 1,
-      weight_scale ? weight.is_e5m2() : is_e5m2(dtype), weight_scale ? weight_scale->as<const float>() : right.scales(),
-      weight_scale ? weight_scale->step(1) : rows && n > 1 ? 1 : 0, 0, 1, added.data(), out.data(), dtype_named(out_dtype).code, n, 0,
-      threads_for(m * n * k, GEMM_LEAST_PARALLEL));
-  return out;
+  const Side left{codes.codes(), k, 1, is_e5m2(dtype), codes.scales(), by_row && m > 1 ? 1 : 0};
+  return times_weight(x, left, weight, weight_scale, bias, dtype, rows, out_dtype);
+}
+
+Two quantize_delayed_mm(const Tensor& x, const Tensor& quant_scale, const Tensor& weight, const Optional& weight_scale,
+                        const Optional& bias, int32_t dtype, int32_t out_dtype) {
+  const char* op = "quantize_delayed_mm";
+  check(op, "x", x, halves(), {{ANY, ANY}});
+  check(op, "quant_scale", quant_scale, fp32(), {{}, {1}, {1, 1}});
+  check_dtype(op, "dtype", dtype, formats());
+  check_weight(op, x, weight, weight_scale, bias, out_dtype);
+  const int64_t count = x.count();
+  Codes codes(count, 1);
+  Owned amax = new_tensor({1, 1}, float32());
+  *codes.scales() = *quant_scale.as<const float>();
+  kernels().fp8_delayed(contiguous(x)->data, x.code(), count, is_e5m2(dtype), codes.scales(), codes.codes(), amax.as<float>(),
+                        threads_for(count, CAST_LEAST_PARALLEL));
+  *codes.scales() = 1.0f / *codes.scales();
+  const Side left{codes.codes(), x.sizes[1], 1, is_e5m2(dtype), codes.scales(), 0};
+  return {times_weight(x, left, weight, weight_scale, bias, dtype, false, out_dtype), std::move(amax)};
 }
 
 Delayed quantize_delayed(const Tensor& x, const Tensor& quant_scale, int32_t dtype, bool wanted) {

@@ -63,10 +63,10 @@ def _checked_delayed(
     check("quantize_delayed", "x", x, DTYPES)
     check("quantize_delayed", "quant_scale", quant_scale, FP32, *ONE)
     check_value("quantize_delayed", "dtype", dtype, FORMATS)
-    return _delayed(x, quant_scale, dtype, wanted)
+    return quantize_delayed(x, quant_scale, dtype, wanted)
 
 
-def _delayed(
+def quantize_delayed(
     x: Tensor, quant_scale: Tensor, dtype: torch.dtype, wanted: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The formula in plain PyTorch."""
@@ -99,7 +99,7 @@ cast_op = define(
 quantize_delayed_op = define(
     "quantize_delayed(Tensor x, Tensor quant_scale, ScalarType dtype, bool wanted) -> "
     "(Tensor codes, Tensor used_scale, Tensor dequant_scale, Tensor amax)",
-    _delayed,
+    quantize_delayed,
     _new_delayed,
     cpu=_checked_delayed,
 )

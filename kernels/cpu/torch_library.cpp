@@ -193,6 +193,7 @@ const Implementation IMPLEMENTATIONS[] = {
     {"cast", Boxed<&cast>::function},
     {"quantize", Boxed<&quantize, QUANTIZE>::function},
     {"quantize_mm", Boxed<&quantize_mm>::function},
+    {"quantize_delayed_mm", Boxed<&quantize_delayed_mm>::function},
     {"quantize_delayed", Boxed<&quantize_delayed>::function},
     {"update_scales_", Boxed<&update_scales>::function},
     {"record_amaxes_", Boxed<&record>::function},

@@ -8,19 +8,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from fp8_compile.kernels.cpu.quantize_mm import quantize_mm_op
+from fp8_compile.kernels.cpu.quantize import quantize_delayed_op
+from fp8_compile.kernels.cpu.quantize_mm import quantize_delayed_mm_op, quantize_mm_op
 from fp8_compile.kernels.cpu.scaled_mm import scaled_mm_op
 from fp8_compile.kernels.formats import E4M3
 from fp8_compile.kernels.fp8_inputs import ROWS, quantize_inputs_op
 from fp8_compile.kernels.quantize import HIGH_PRECISION, WHOLE, quantize_op
 
 from ..graph.arguments import arguments, input_of
-from ..graph.emit import emit, value
+from ..graph.emit import emit, getitem, value
 from ..graph.marks import Kind, Mark
 from ..graph_pass import GraphPass, PassReport
 
 aten = torch.ops.aten
 TENSOR = (WHOLE, WHOLE)
+AMAX = 3  # which result of quantize_delayed it is
+# Which results of a quantize are its codes and its dequant_scale.
+RESULTS = {quantize_op: (0, 1), quantize_inputs_op: (0, 1), quantize_delayed_op: (0, 2)}
 
 
 class QuantizeInGemm(GraphPass):
@@ -29,6 +33,10 @@ class QuantizeInGemm(GraphPass):
     Before:  q, s = fp8_compile.quantize(x);  qw, sw = fp8_compile.quantize(w)           or quantize_inputs(x)
              y = fp8_compile.scaled_mm(q, permute(qw), s, sw, bias, bf16)
     After:   y = fp8_compile.quantize_mm(x, None, w, None, bias, float8_e4m3fn, False, bf16)
+
+    Before:  q, used, s, amax = fp8_compile.quantize_delayed(x, scale)
+             y = fp8_compile.scaled_mm(q, permute(qw), s, sw, bias, bf16)
+    After:   y, amax = fp8_compile.quantize_delayed_mm(x, scale, w, None, bias, float8_e4m3fn, bf16)
 
     Skips: a tensor whose codes or scale are read by another gemm or by backward; of a weight like that, or one that is
     FP8 already, the gemm takes the codes.
@@ -43,6 +51,7 @@ class QuantizeInGemm(GraphPass):
 class _Quantized(NamedTuple):
     """A tensor that is quantized for one gemm alone."""
 
+    call: fx.Node
     x: fx.Node
     scale: Any  # a known one
     dtype: torch.dtype
@@ -51,46 +60,58 @@ class _Quantized(NamedTuple):
 
 def _fuse(graph: fx.Graph, gemm: fx.Node) -> bool:
     left, right, scale_left, scale_right, bias, out_dtype = arguments(gemm)
-    found = _quantized(left, scale_left, gemm)
+    found = _quantized(left, scale_left, gemm, gemm)
     if found is None or not _is_transposed(right) or value(scale_right).shape[0] != 1:
         return False
+    amaxes = [node for node in found.call.users if node.args[1] == AMAX]
+    if any(reader < gemm for node in amaxes for reader in node.users):
+        return False
     codes, scale = input_of(right), _without_views(scale_right)
-    weight = _quantized(codes, scale, right, scale_right if scale is not scale_right else gemm)
+    weight = _quantized(codes, scale, right, gemm if scale is scale_right else scale_right)
+    own = weight is not None and weight.call.target is quantize_op and weight[3:] == found[3:]
+    sides = (found.x, found.scale, *((weight.x, None) if weight and own else (codes, scale_right)), bias, found.dtype)
     with graph.inserting_before(gemm):
-        if weight is not None and weight[1:] == found[1:]:
-            sides = found.x, None, weight.x, None
+        if found.call.target is quantize_delayed_op:
+            both = emit(graph, quantize_delayed_mm_op, *sides, out_dtype, like=gemm, mark=Mark(kind=Kind.GEMM))
+            result, amax = getitem(graph, both, 0), getitem(graph, both, 1)
+            for node in amaxes:
+                node.replace_all_uses_with(amax)
         else:
-            sides = found.x, found.scale, codes, scale_right
-        options = found.dtype, found.block == ROWS, out_dtype
-        result = emit(graph, quantize_mm_op, *sides, bias, *options, like=gemm, mark=Mark(kind=Kind.GEMM))
+            rows = found.block == ROWS
+            result = emit(graph, quantize_mm_op, *sides, rows, out_dtype, like=gemm, mark=Mark(kind=Kind.GEMM))
     gemm.replace_all_uses_with(result)
     graph.erase_node(gemm)
     return True
 
 
-def _quantized(codes: Any, scale: Any, reader: fx.Node, scale_reader: fx.Node | None = None) -> _Quantized | None:
-    """What codes and scale are made from, if they are made by one call and have no other reader."""
-    call = _source(codes, 0)
-    if call is None or call is not _source(scale, 1):
+def _quantized(codes: Any, scale: Any, reader: fx.Node, scale_reader: fx.Node) -> _Quantized | None:
+    """What codes and scale are made from, if they are made by one call and have no other reader. An amax may have."""
+    call = _source(codes)
+    if call is None or call is not _source(scale):
         return None
-    if set(codes.users) != {reader} or set(scale.users) != {scale_reader or reader} or len(call.users) != 2:
+    read = {result.args[1] for result in call.users if result.users}
+    if (codes.args[1], scale.args[1]) != RESULTS[call.target] or read - {AMAX} != {codes.args[1], scale.args[1]}:
         return None
+    if set(codes.users) != {reader} or set(scale.users) != {scale_reader}:
+        return None
+    known, dtype, block = None, E4M3.dtype, TENSOR
     if call.target is quantize_op:
         x, dtype, block = arguments(call)
-        known, block = None, tuple(block)
+    elif call.target is quantize_inputs_op:
+        (x, known), block = arguments(call), ROWS
     else:
-        x, known = arguments(call)
-        dtype, block = E4M3.dtype, ROWS
-    fits = value(x).dtype in HIGH_PRECISION and block in (TENSOR, ROWS)
-    return _Quantized(x, known, dtype, block) if fits else None
+        x, known, dtype, _ = arguments(call)
+    extents = block[0], block[1]
+    fits = value(x).dim() == 2 and value(x).dtype in HIGH_PRECISION and extents in (TENSOR, ROWS)
+    return _Quantized(call, x, known, dtype, extents) if fits else None
 
 
-def _source(node: Any, index: int) -> fx.Node | None:
+def _source(node: Any) -> fx.Node | None:
     """The quantize that a node is a result of."""
-    if not isinstance(node, fx.Node) or node.target is not operator.getitem or node.args[1] != index:
+    if not isinstance(node, fx.Node) or node.target is not operator.getitem:
         return None
     call = input_of(node)
-    return call if call.target in (quantize_op, quantize_inputs_op) else None
+    return call if call.target in RESULTS else None
 
 
 def _is_transposed(node: Any) -> bool:

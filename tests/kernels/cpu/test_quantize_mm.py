@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8_compile.kernels.cpu.quantize_mm import quantize_mm_op
+from fp8_compile.kernels.cpu.quantize import quantize_delayed_op
+from fp8_compile.kernels.cpu.quantize_mm import quantize_delayed_mm_op, quantize_mm_op
 from fp8_compile.kernels.cpu.scaled_mm import scaled_mm_op
 from fp8_compile.kernels.formats import E4M3, E5M2
 from fp8_compile.kernels.fp8_inputs import quantize_inputs_op
@@ -53,6 +54,23 @@ def test_codes_of_a_weight_by_scales_that_are_known(m: int, n: int, k: int) -> N
     for rows, weight_scale in itertools.product((False, True), (torch.rand(1, 1), torch.rand(1, n))):
         check(x, None, codes, weight_scale, torch.randn(n), E4M3.dtype, rows, torch.bfloat16)
         check(x, scale, codes, weight_scale, None, E4M3.dtype, rows, torch.float16)
+
+
+@pytest.mark.parametrize("scale", [0.0, 3.0, 1e4])
+@pytest.mark.parametrize("m, n, k", SHAPES)
+def test_a_delayed_quantize_gives_its_amax_too(m: int, n: int, k: int, scale: float) -> None:
+    for dtype, format in itertools.product(DTYPES, (E4M3, E5M2)):
+        x, w, known = torch.randn(m, k).to(dtype), torch.randn(n, k).to(dtype), torch.full((1, 1), scale)
+        codes, _, dequant_scale, expected_amax = quantize_delayed_op(x, known, format.dtype, True)
+        quantized = quantize_op(w, format.dtype, [-1, -1])
+        for weight, weight_scale in ((w, None), (quantized[0], quantized[1])):
+            given = (x, known, weight, weight_scale, None, format.dtype, dtype)
+            y, amax = quantize_delayed_mm_op(*given)
+            expected = scaled_mm_op(codes, quantized[0].t(), dequant_scale, quantized[1], None, dtype)
+            assert torch.equal(y, expected) and torch.equal(amax, expected_amax)
+            without = torch.ops.fp8_compile.quantize_delayed_mm_formula(*given)
+            torch.testing.assert_close(without, (y, amax), rtol=0.02, atol=0.1)
+        assert float(known) == pytest.approx(scale), "the state itself is not written"
 
 
 def test_operands_of_any_strides() -> None:

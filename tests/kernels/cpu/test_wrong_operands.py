@@ -47,6 +47,10 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
         "x": torch.ones(M, K), "scale": torch.ones(()), "weight": fp8(N, K), "weight_scale": torch.ones(1, N),
         "bias": torch.ones(N), "dtype": E4M3, "rows": True, "out_dtype": BF16,
     },
+    "quantize_delayed_mm": lambda: {
+        "x": torch.ones(M, K), "quant_scale": torch.ones(1, 1), "weight": fp8(N, K), "weight_scale": torch.ones(1, N),
+        "bias": torch.ones(N), "dtype": E4M3, "out_dtype": BF16,
+    },
     "cast": lambda: {"x": torch.ones(M, K), "quant_scale": torch.ones(M, 1), "dtype": E4M3, "block": [1, -1]},
     "quantize_delayed": lambda: {
         "x": torch.ones(M, K), "quant_scale": torch.ones(1, 1), "dtype": E5M2, "wanted": True,
@@ -96,6 +100,12 @@ MORE: dict[str, list[tuple[str, str, Any]]] = {
         ("dtype", "another chip's", torch.float8_e4m3fnuz),
     ],
     "quantize_delayed": [("dtype", "no FP8", BF16)],
+    "quantize_delayed_mm": [
+        ("weight", "in high precision, with a scale", torch.ones(N, K)),
+        ("weight_scale", "none, of FP8", None),
+        ("dtype", "another chip's", torch.float8_e4m3fnuz),
+        ("out_dtype", "no float", torch.int8),
+    ],
     "quantize_mm": [
         ("weight", "in high precision, with a scale", torch.ones(N, K)),
         ("weight_scale", "none, of FP8", None),
@@ -168,7 +178,7 @@ ALLOWED = {
     *((op, "x", "shorter") for op in ("nvfp4_mm", "nvfp4_experts_mm")),  # K of the weight is a multiple of 16
     *(("quantize_delayed", "x", f"{what} dimensions") for what in ("more", "fewer")),
     *(("quantize_delayed", "x", what) for what in ("shorter", "longer", "nothing")),
-    ("quantize_delayed", "quant_scale", "fewer dimensions"),
+    *((op, "quant_scale", "fewer dimensions") for op in ("quantize_delayed", "quantize_delayed_mm")),
     ("scaled_mm", "scale_left", "shorter"),  # one scale per row
     *((op, "amaxes", what) for op in ("record_amaxes_", "accumulate_amaxes_") for what in ("shorter", "longer")),
     *((op, "amaxes", "device") for op in ("record_amaxes_", "accumulate_amaxes_")),  # the only tensor but for a list

@@ -5,13 +5,15 @@ from __future__ import annotations
 import expecttest
 import pytest
 import torch
-from graph_text import ops, render
-from joint_graph import apply, assert_same_results, copy_graph, joint_graph, make, random_inputs, split
+from graph_text import op_name, ops, render
+from joint_graph import apply, assert_same_results, copy_graph, joint_graph, make, random_inputs, run, split
 from torch import Tensor, fx, nn
 
 import fp8_compile
+from fp8_compile.kernels.cpu.quantize_mm import quantize_delayed_mm_op
 from fp8_compile.passes.pipeline import JointPipeline
 from fp8_compile.passes.split.call_cpu_kernels import CallCpuKernels
+from fp8_compile.passes.split.fuse_delayed_quantizes import FuseDelayedQuantizes
 from fp8_compile.passes.split.quantize_in_gemm import QuantizeInGemm
 
 
@@ -78,6 +80,21 @@ def test_inputs_of_packed_weights_are_quantized_by_the_gemm(static: bool) -> Non
     assert apply(QuantizeInGemm(), after) == 2
     assert ops(after)["quantize_mm"] == 2 and not {"quantize_inputs", "scaled_mm"} & set(ops(after))
     assert_same_results(graph, after, random_inputs(graph))
+
+
+def test_a_delayed_quantize_is_part_of_the_gemm_and_its_amax_is_recorded() -> None:
+    options = {"recipe": "delayed", "quantize_gradients": False, "target": "cpu"}
+    graph = split(Attention(), torch.randn(5, 32), **options).forward
+    for one in (CallCpuKernels(), FuseDelayedQuantizes()):
+        apply(one, graph)
+    after = copy_graph(graph)
+    assert apply(QuantizeInGemm(), after) == 1, "two layers share their input"
+    (call,) = after.find_nodes(op="call_function", target=quantize_delayed_mm_op)
+    assert {op_name(user) for result in call.users for user in result.users} >= {"record_amaxes"}
+    assert ops(after)["quantize_delayed"] == ops(graph)["quantize_delayed"] - 1
+    before, state = random_inputs(graph), random_inputs(graph)  # each run writes to its own
+    for one, other in zip([*run(graph, before), *before], [*run(after, state), *state], strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 def test_what_backward_reads_is_quantized_as_before() -> None:
