@@ -53,7 +53,7 @@ SHIMS = {
     ],
     quantize_mm_op: [
         "AOTITorchError aoti_torch_cpu_quantize_mm(AtenTensorHandle, AtenTensorHandle*, AtenTensorHandle,"
-        " AtenTensorHandle*, AtenTensorHandle*, int32_t, int32_t, int32_t, AtenTensorHandle*)"
+        " AtenTensorHandle*, AtenTensorHandle*, int32_t, int32_t, AtenTensorHandle*)"
     ],
 }
 SHIM_SOURCES = {OPERATIONS: INCLUDE, "aoti_shims.cpp": INCLUDE}

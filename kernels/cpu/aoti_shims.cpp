@@ -92,10 +92,9 @@ __attribute__((visibility("default"))) AOTITorchError aoti_torch_cpu_scaled_mm(
 
 __attribute__((visibility("default"))) AOTITorchError aoti_torch_cpu_quantize_mm(
     AtenTensorHandle x, AtenTensorHandle* scale, AtenTensorHandle weight, AtenTensorHandle* weight_scale, AtenTensorHandle* bias,
-    int32_t dtype, int32_t rows, int32_t out_dtype, AtenTensorHandle* result) {
+    int32_t e5m2, int32_t rows, AtenTensorHandle* result) {
   return without_exceptions([&] {
-    *result = fp8::quantize_mm(Tensor(x), optional(scale), Tensor(weight), optional(weight_scale), optional(bias), dtype, rows != 0,
-                               out_dtype).give();
+    *result = fp8::quantize_mm(Tensor(x), optional(scale), Tensor(weight), optional(weight_scale), optional(bias), e5m2 != 0, rows != 0).give();
   });
 }
 

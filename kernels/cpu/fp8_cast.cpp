@@ -31,25 +31,20 @@ uint32_t largest_bits(const typename In::type* x, int64_t count) {
 template <class In>
 void amax(const typename In::type* x, int64_t rows, int64_t cols, int axis, float* out, int threads) {
   if (axis == ROW) {
-#pragma omp parallel for num_threads(threads)
-    for (int64_t i = 0; i < rows; ++i) out[i] = value(largest_bits<In>(x + i * cols, cols));
+    for_each(rows, 1, threads, [=](int64_t i) { out[i] = value(largest_bits<In>(x + i * cols, cols)); });
   } else if (axis == COL) {
-#pragma omp parallel for num_threads(threads)
-    for (int64_t first = 0; first < cols; first += 256) {
+    for_each(cols, 256, threads, [=](int64_t first) {
       int64_t width = std::min<int64_t>(256, cols - first);
       uint32_t most[256] = {};
       for (int64_t i = 0; i < rows; ++i)
         for (int64_t j = 0; j < width; ++j)
           most[j] = std::max(most[j], bits(In::load(x[i * cols + first + j])) & 0x7fffffffu);
       for (int64_t j = 0; j < width; ++j) out[first + j] = value(most[j]);
-    }
+    });
   } else {
-    uint32_t most = 0;
-    int64_t count = rows * cols;
-#pragma omp parallel for num_threads(threads) reduction(max : most)
-    for (int64_t first = 0; first < count; first += CHUNK)
-      most = std::max(most, largest_bits<In>(x + first, std::min(CHUNK, count - first)));
-    out[0] = value(most);
+    const int64_t count = rows * cols;
+    const auto chunk = [=](int64_t first) { return largest_bits<In>(x + first, std::min(CHUNK, count - first)); };
+    out[0] = value(largest_of(count, CHUNK, threads, chunk));
   }
 }
 
@@ -103,18 +98,16 @@ void quantize(const void* from, int64_t rows, int64_t cols, int axis, const floa
   if (axis == WHOLE) {  // a matrix of one row
     const int64_t count = rows * cols;
     const float s = scale[0];
-#pragma omp parallel for num_threads(threads)
-    for (int64_t first = 0; first < count; first += CHUNK)
-      encode<In, To>(x + first, std::min(CHUNK, count - first), s, codes + first);
+    for_each(count, CHUNK, threads,
+             [=](int64_t first) { encode<In, To>(x + first, std::min(CHUNK, count - first), s, codes + first); });
     return;
   }
-#pragma omp parallel for num_threads(threads)
-  for (int64_t i = 0; i < rows; ++i) {
+  for_each(rows, 1, threads, [=](int64_t i) {
     if (axis == ROW)
       encode<In, To>(x + i * cols, cols, scale[i], codes + i * cols);
     else
       encode<In, To, false>(x + i * cols, cols, [scale](int64_t j) { return scale[j]; }, codes + i * cols);
-  }
+  });
 }
 
 // Delayed scaling, one read of x: its codes by the scale given, unless `codes` is null, and its amax. A scale of 0 says
@@ -130,14 +123,10 @@ void delayed(const void* from, int64_t count, float* scale, uint8_t* codes, floa
     *scale = usable ? std::min((1.0f / *largest) * To::max, most) : 1.0f;
   }
   const float s = *scale;
-  uint32_t seen = 0;
-#pragma omp parallel for num_threads(threads) reduction(max : seen)
-  for (int64_t first = 0; first < count; first += CHUNK) {
+  *largest = value(largest_of(count, CHUNK, threads, [=](int64_t first) {
     const int64_t width = std::min(CHUNK, count - first);
-    seen = std::max(seen, codes ? encode<In, To>(x + first, width, s, codes + first)
-                                : largest_bits<In>(x + first, width));
-  }
-  *largest = value(seen);
+    return codes ? encode<In, To>(x + first, width, s, codes + first) : largest_bits<In>(x + first, width);
+  }));
 }
 
 // Inputs of a product (kernels/fp8_inputs.py): all rows by the one scale that is known, or each by its own amax.
@@ -146,13 +135,12 @@ void inputs(const void* from, int64_t rows, int64_t cols, int64_t stride, const 
             float* scales, int threads) {
   auto* x = static_cast<const typename In::type*>(from);
   if (known) *scales = *known;
-#pragma omp parallel for num_threads(threads)
-  for (int64_t i = 0; i < rows; ++i) {
+  for_each(rows, 1, threads, [=](int64_t i) {
     const auto* row = x + i * stride;
     float s = known ? 1.0f / *known : 0.0f;
     if (!known) s = own_scale<E4M3>(value(largest_bits<In>(row, cols)), scales + i);
     encode<In, E4M3>(row, cols, s, codes + i * cols);
-  }
+  });
 }
 
 // Work on elements of any of the three dtypes, to either format.

@@ -69,15 +69,15 @@ bool is_e5m2(int32_t dtype) { return dtype == aoti_torch_dtype_float8_e5m2(); }
 int32_t float32() { return aoti_torch_dtype_float32(); }
 
 // Codes of a contiguous matrix, and the scales of its own that they are made with; quantize scales stay here.
-void quantize_own(const Tensor& x, int axis, int32_t dtype, uint8_t* codes, float* dequant_scale) {
+void quantize_own(const Tensor& x, int axis, bool e5m2, uint8_t* codes, float* dequant_scale) {
   const int64_t lines = axis == TENSOR ? 1 : axis == ROW ? x.sizes[0] : x.sizes[1];
   const int threads = threads_for(x.count(), CAST_LEAST_PARALLEL);
   float one;
   std::vector<float> more;
   if (lines > 1) more.resize(size_t(lines));
   float* quant_scale = lines > 1 ? more.data() : &one;
-  kernels().fp8_scales(x.data, x.code(), x.sizes[0], x.sizes[1], axis, is_e5m2(dtype), quant_scale, dequant_scale, threads);
-  kernels().fp8_quantize(x.data, x.code(), x.sizes[0], x.sizes[1], axis, quant_scale, is_e5m2(dtype), codes, threads);
+  kernels().fp8_scales(x.data, x.code(), x.sizes[0], x.sizes[1], axis, e5m2, quant_scale, dequant_scale, threads);
+  kernels().fp8_quantize(x.data, x.code(), x.sizes[0], x.sizes[1], axis, quant_scale, e5m2, codes, threads);
 }
 
 // Memory for the codes and scales of a tensor that no one else sees.
@@ -102,26 +102,25 @@ struct Side {
 };
 
 // A weight [N, K] that is quantized on the way in, or FP8 already where it has a scale.
-void check_weight(const char* op, const Tensor& x, const Tensor& weight, const Optional& scale, const Optional& bias, int32_t out_dtype) {
+void check_weight(const char* op, const Tensor& x, const Tensor& weight, const Optional& scale, const Optional& bias) {
   check(op, "weight", weight, scale ? formats() : halves(), {{ANY, x.sizes[1]}});
   const int64_t n = weight.sizes[0];
   if (scale) check(op, "weight_scale", *scale, fp32(), {{1, 1}, {1, n}});
   if (bias) check(op, "bias", *bias, floats(), {{n}});
-  check_dtype(op, "out_dtype", out_dtype, halves());
 }
 
-Owned times_weight(const Tensor& x, const Side& left, const Tensor& weight, const Optional& scale, const Optional& bias,
-                   int32_t dtype, bool rows, int32_t out_dtype) {
+// In the dtype of x. A weight that is quantized here gets the format and the kind of scales that x has.
+Owned times_weight(const Tensor& x, const Side& left, const Tensor& weight, const Optional& scale, const Optional& bias, bool rows) {
   const int64_t m = x.sizes[0], k = x.sizes[1], n = weight.sizes[0];
   Codes codes(scale ? 0 : n * k, rows ? n : 1);
-  if (!scale) quantize_own(*contiguous(weight).operator->(), rows ? ROW : TENSOR, dtype, codes.codes(), codes.scales());
+  if (!scale) quantize_own(*contiguous(weight).operator->(), rows ? ROW : TENSOR, left.e5m2, codes.codes(), codes.scales());
   const Side right = scale ? Side{weight.data, weight.strides[0], weight.strides[1], weight.is_e5m2(), scale->as<const float>(), scale->step(1)}
-                           : Side{codes.codes(), k, 1, is_e5m2(dtype), codes.scales(), rows && n > 1 ? 1 : 0};
+                           : Side{codes.codes(), k, 1, left.e5m2, codes.scales(), rows && n > 1 ? 1 : 0};
   const Bias added(bias);
-  Owned out = new_tensor({m, n}, out_dtype);
+  Owned out = new_tensor({m, n}, x.dtype);
   kernels().fp8_scaled_mm(m, n, k, left.codes, left.stride, left.k_stride, left.e5m2, left.scales, left.scale_stride, 0, 1, right.codes,
                           right.stride, right.k_stride, right.e5m2, right.scales, right.scale_stride, 0, 1, added.data(), out.data(),
-                          dtype_named(out_dtype).code, n, 0, threads_for(m * n * k, GEMM_LEAST_PARALLEL));
+                          x.code(), n, 0, threads_for(m * n * k, GEMM_LEAST_PARALLEL));
   return out;
 }
 
@@ -251,17 +250,17 @@ Two quantize(const Tensor& x, int32_t dtype, const std::vector<int64_t>& block) 
   const Blocks blocks = check_quantize("quantize", x, dtype, block);
   const Read read = contiguous(x);
   Owned codes = new_tensor({x.sizes[0], x.sizes[1]}, dtype), dequant_scale = new_tensor({blocks.rows, blocks.cols}, float32());
-  quantize_own(*read.operator->(), blocks.axis, dtype, codes.as<uint8_t>(), dequant_scale.as<float>());
+  quantize_own(*read.operator->(), blocks.axis, is_e5m2(dtype), codes.as<uint8_t>(), dequant_scale.as<float>());
   return {std::move(codes), std::move(dequant_scale)};
 }
 
 Owned quantize_mm(const Tensor& x, const Optional& scale, const Tensor& weight, const Optional& weight_scale,
-                  const Optional& bias, int32_t dtype, bool rows, int32_t out_dtype) {
+                  const Optional& bias, bool e5m2, bool rows) {
   const char* op = "quantize_mm";
   check(op, "x", x, halves(), {{ANY, ANY}});
-  check_dtype(op, "dtype", dtype, scale ? only(aoti_torch_dtype_float8_e4m3fn()) : formats());
   if (scale) check(op, "scale", *scale, fp32(), {{}, {1}, {1, 1}});
-  check_weight(op, x, weight, weight_scale, bias, out_dtype);
+  if (scale && e5m2) refuse(op, "e5m2", "False where scale is known", "True");
+  check_weight(op, x, weight, weight_scale, bias);
   const int64_t m = x.sizes[0], k = x.sizes[1];
   const bool by_row = rows && !scale;
   Codes codes(m * k, by_row ? m : 1);
@@ -270,28 +269,27 @@ Owned quantize_mm(const Tensor& x, const Optional& scale, const Tensor& weight, 
     kernels().fp8_inputs(read->data, x.code(), m, k, read->strides[0], scale->as<const float>(), codes.codes(), codes.scales(),
                          threads_for(m * k, CAST_LEAST_PARALLEL));
   } else {
-    quantize_own(*contiguous(x).operator->(), rows ? ROW : TENSOR, dtype, codes.codes(), codes.scales());
+    quantize_own(*contiguous(x).operator->(), rows ? ROW : TENSOR, e5m2, codes.codes(), codes.scales());
   }
-  const Side left{codes.codes(), k, 1, is_e5m2(dtype), codes.scales(), by_row && m > 1 ? 1 : 0};
-  return times_weight(x, left, weight, weight_scale, bias, dtype, rows, out_dtype);
+  const Side left{codes.codes(), k, 1, e5m2, codes.scales(), by_row && m > 1 ? 1 : 0};
+  return times_weight(x, left, weight, weight_scale, bias, rows);
 }
 
 Two quantize_delayed_mm(const Tensor& x, const Tensor& quant_scale, const Tensor& weight, const Optional& weight_scale,
-                        const Optional& bias, int32_t dtype, int32_t out_dtype) {
+                        const Optional& bias, bool e5m2) {
   const char* op = "quantize_delayed_mm";
   check(op, "x", x, halves(), {{ANY, ANY}});
   check(op, "quant_scale", quant_scale, fp32(), {{}, {1}, {1, 1}});
-  check_dtype(op, "dtype", dtype, formats());
-  check_weight(op, x, weight, weight_scale, bias, out_dtype);
+  check_weight(op, x, weight, weight_scale, bias);
   const int64_t count = x.count();
   Codes codes(count, 1);
   Owned amax = new_tensor({1, 1}, float32());
   *codes.scales() = *quant_scale.as<const float>();
-  kernels().fp8_delayed(contiguous(x)->data, x.code(), count, is_e5m2(dtype), codes.scales(), codes.codes(), amax.as<float>(),
+  kernels().fp8_delayed(contiguous(x)->data, x.code(), count, e5m2, codes.scales(), codes.codes(), amax.as<float>(),
                         threads_for(count, CAST_LEAST_PARALLEL));
   *codes.scales() = 1.0f / *codes.scales();
-  const Side left{codes.codes(), x.sizes[1], 1, is_e5m2(dtype), codes.scales(), 0};
-  return {times_weight(x, left, weight, weight_scale, bias, dtype, false, out_dtype), std::move(amax)};
+  const Side left{codes.codes(), x.sizes[1], 1, e5m2, codes.scales(), 0};
+  return {times_weight(x, left, weight, weight_scale, bias, false), std::move(amax)};
 }
 
 Delayed quantize_delayed(const Tensor& x, const Tensor& quant_scale, int32_t dtype, bool wanted) {

@@ -37,9 +37,9 @@ Two scales(const Tensor& x, int32_t dtype, const std::vector<int64_t>& block);
 Owned cast(const Tensor& x, const Tensor& quant_scale, int32_t dtype, const std::vector<int64_t>& block);
 Two quantize(const Tensor& x, int32_t dtype, const std::vector<int64_t>& block);
 Owned quantize_mm(const Tensor& x, const Optional& scale, const Tensor& weight, const Optional& weight_scale,
-                  const Optional& bias, int32_t dtype, bool rows, int32_t out_dtype);
+                  const Optional& bias, bool e5m2, bool rows);
 Two quantize_delayed_mm(const Tensor& x, const Tensor& quant_scale, const Tensor& weight, const Optional& weight_scale,
-                        const Optional& bias, int32_t dtype, int32_t out_dtype);
+                        const Optional& bias, bool e5m2);
 struct Delayed { Owned codes, used_scale, dequant_scale, amax; };
 Delayed quantize_delayed(const Tensor& x, const Tensor& quant_scale, int32_t dtype, bool wanted);
 void update_scales(const Tensor& amaxes, const Tensor& history, const Tensor& scales, const Tensor& counts,

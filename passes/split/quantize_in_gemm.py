@@ -11,7 +11,7 @@ from torch import fx
 from fp8_compile.kernels.cpu.quantize import quantize_delayed_op
 from fp8_compile.kernels.cpu.quantize_mm import quantize_delayed_mm_op, quantize_mm_op
 from fp8_compile.kernels.cpu.scaled_mm import scaled_mm_op
-from fp8_compile.kernels.formats import E4M3
+from fp8_compile.kernels.formats import E4M3, E5M2
 from fp8_compile.kernels.fp8_inputs import ROWS, quantize_inputs_op
 from fp8_compile.kernels.quantize import HIGH_PRECISION, WHOLE, quantize_op
 
@@ -32,14 +32,14 @@ class QuantizeInGemm(GraphPass):
 
     Before:  q, s = fp8_compile.quantize(x);  qw, sw = fp8_compile.quantize(w)           or quantize_inputs(x)
              y = fp8_compile.scaled_mm(q, permute(qw), s, sw, bias, bf16)
-    After:   y = fp8_compile.quantize_mm(x, None, w, None, bias, float8_e4m3fn, False, bf16)
+    After:   y = fp8_compile.quantize_mm(x, None, w, None, bias, e5m2=False, rows=False)
 
     Before:  q, used, s, amax = fp8_compile.quantize_delayed(x, scale)
              y = fp8_compile.scaled_mm(q, permute(qw), s, sw, bias, bf16)
-    After:   y, amax = fp8_compile.quantize_delayed_mm(x, scale, w, None, bias, float8_e4m3fn, bf16)
+    After:   y, amax = fp8_compile.quantize_delayed_mm(x, scale, w, None, bias, e5m2=False)
 
-    Skips: a tensor whose codes or scale are read by another gemm or by backward; of a weight like that, or one that is
-    FP8 already, the gemm takes the codes.
+    Skips: a result in another dtype than x; a tensor whose codes or scale are read by another gemm or by backward. Of a
+    weight like that, or one that is FP8 already, the gemm takes the codes.
     """
 
     def run(self, graph: fx.Graph) -> PassReport:
@@ -61,7 +61,9 @@ class _Quantized(NamedTuple):
 def _fuse(graph: fx.Graph, gemm: fx.Node) -> bool:
     left, right, scale_left, scale_right, bias, out_dtype = arguments(gemm)
     found = _quantized(left, scale_left, gemm, gemm)
-    if found is None or not _is_transposed(right) or value(scale_right).shape[0] != 1:
+    if found is None or value(found.x).dtype != out_dtype:
+        return False
+    if not _is_transposed(right) or value(scale_right).shape[0] != 1:
         return False
     amaxes = [node for node in found.call.users if node.args[1] == AMAX]
     if any(reader < gemm for node in amaxes for reader in node.users):
@@ -69,16 +71,17 @@ def _fuse(graph: fx.Graph, gemm: fx.Node) -> bool:
     codes, scale = input_of(right), _without_views(scale_right)
     weight = _quantized(codes, scale, right, gemm if scale is scale_right else scale_right)
     own = weight is not None and weight.call.target is quantize_op and weight[3:] == found[3:]
-    sides = (found.x, found.scale, *((weight.x, None) if weight and own else (codes, scale_right)), bias, found.dtype)
+    multiplied = (weight.x, None) if weight and own else (codes, scale_right)
+    given = (found.x, found.scale, *multiplied, bias, found.dtype == E5M2.dtype)
     with graph.inserting_before(gemm):
         if found.call.target is quantize_delayed_op:
-            both = emit(graph, quantize_delayed_mm_op, *sides, out_dtype, like=gemm, mark=Mark(kind=Kind.GEMM))
+            both = emit(graph, quantize_delayed_mm_op, *given, like=gemm, mark=Mark(kind=Kind.GEMM))
             result, amax = getitem(graph, both, 0), getitem(graph, both, 1)
             for node in amaxes:
                 node.replace_all_uses_with(amax)
         else:
             rows = found.block == ROWS
-            result = emit(graph, quantize_mm_op, *sides, rows, out_dtype, like=gemm, mark=Mark(kind=Kind.GEMM))
+            result = emit(graph, quantize_mm_op, *given, rows, like=gemm, mark=Mark(kind=Kind.GEMM))
     gemm.replace_all_uses_with(result)
     graph.erase_node(gemm)
     return True

@@ -45,11 +45,11 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     "quantize": lambda: {"x": torch.ones(M, K), "dtype": E4M3, "block": [1, -1]},
     "quantize_mm": lambda: {
         "x": torch.ones(M, K), "scale": torch.ones(()), "weight": fp8(N, K), "weight_scale": torch.ones(1, N),
-        "bias": torch.ones(N), "dtype": E4M3, "rows": True, "out_dtype": BF16,
+        "bias": torch.ones(N), "e5m2": False, "rows": True,
     },
     "quantize_delayed_mm": lambda: {
         "x": torch.ones(M, K), "quant_scale": torch.ones(1, 1), "weight": fp8(N, K), "weight_scale": torch.ones(1, N),
-        "bias": torch.ones(N), "dtype": E4M3, "out_dtype": BF16,
+        "bias": torch.ones(N), "e5m2": False,
     },
     "cast": lambda: {"x": torch.ones(M, K), "quant_scale": torch.ones(M, 1), "dtype": E4M3, "block": [1, -1]},
     "quantize_delayed": lambda: {
@@ -103,15 +103,11 @@ MORE: dict[str, list[tuple[str, str, Any]]] = {
     "quantize_delayed_mm": [
         ("weight", "in high precision, with a scale", torch.ones(N, K)),
         ("weight_scale", "none, of FP8", None),
-        ("dtype", "another chip's", torch.float8_e4m3fnuz),
-        ("out_dtype", "no float", torch.int8),
     ],
     "quantize_mm": [
         ("weight", "in high precision, with a scale", torch.ones(N, K)),
         ("weight_scale", "none, of FP8", None),
-        ("dtype", "not that of a known scale", E5M2),
-        ("dtype", "another chip's", torch.float8_e4m3fnuz),
-        ("out_dtype", "no float", torch.int8),
+        ("e5m2", "not that of a known scale", True),
     ],
     "scaled_mm": [
         ("scale_left", "of other tiles", torch.ones(M, 3)),

@@ -64,7 +64,7 @@ scaled_mm: f32[5, 48] = scaled_mm(quantize[0], quantize_1[0].T, quantize[1], qua
 quantize_2: (e4m3[48, 32], f32[1, 1]) = quantize(arg3_1, e4m3, [-1, -1])
 scaled_mm_1: f32[5, 48] = scaled_mm(quantize[0], quantize_2[0].T, quantize[1], quantize_2[1].T, None, f32)
 mul: f32[5, 48] = mul(scaled_mm, scaled_mm_1)
-quantize_mm: f32[5, 16] = quantize_mm(mul, None, arg4_1, None, arg5_1, e4m3, False, f32)
+quantize_mm: f32[5, 16] = quantize_mm(mul, None, arg4_1, None, arg5_1, False, False)
 return quantize_mm
 """)
 
