@@ -19,7 +19,7 @@ from torch._inductor.utils import fresh_cache
 
 GEMMS = ("aten::mm", "aten::addmm", "aten::bmm", "mkldnn::_linear_pointwise", "fp8_compile::scaled_mm")
 GEMMS += ("aten::_grouped_mm", "fp8_compile::scaled_grouped_mm")
-QUANTIZES = ("fp8_compile::quantize_delayed", "fp8_compile::cast", "fp8_compile::scales")
+QUANTIZES = tuple(f"fp8_compile::{name}" for name in ("quantize_delayed", "quantize", "cast", "scales"))
 
 
 class Variant:

@@ -235,11 +235,11 @@ def update_in_place(
     known.copy_(_known(scales, counts))
 
 
-def _record_in_place(amaxes: Tensor, recorded: Sequence[Tensor], rows: Sequence[int]) -> None:
+def record_in_place(amaxes: Tensor, recorded: Sequence[Tensor], rows: Sequence[int]) -> None:
     amaxes.data.copy_(record(amaxes, recorded, rows))
 
 
-def _accumulate_in_place(amaxes: Tensor, recorded: Sequence[Tensor], rows: Sequence[int]) -> None:
+def accumulate_in_place(amaxes: Tensor, recorded: Sequence[Tensor], rows: Sequence[int]) -> None:
     amaxes.data.copy_(accumulate(amaxes.data, recorded, rows))
 
 
@@ -282,8 +282,14 @@ update_in_place_op = define(
     cpu="fp8_compile.kernels.cpu.update_scales:update_scales",
 )
 record_in_place_op = define(
-    f"record_amaxes_(Tensor(a!) amaxes, {_RECORD}) -> ()", _record_in_place, lambda *arguments: None
+    f"record_amaxes_(Tensor(a!) amaxes, {_RECORD}) -> ()",
+    record_in_place,
+    lambda *arguments: None,
+    cpu="fp8_compile.kernels.cpu.update_scales:record_amaxes",
 )
 accumulate_in_place_op = define(
-    f"accumulate_amaxes_(Tensor(a!) amaxes, {_RECORD}) -> ()", _accumulate_in_place, lambda *arguments: None
+    f"accumulate_amaxes_(Tensor(a!) amaxes, {_RECORD}) -> ()",
+    accumulate_in_place,
+    lambda *arguments: None,
+    cpu="fp8_compile.kernels.cpu.update_scales:accumulate_amaxes",
 )

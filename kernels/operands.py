@@ -1,6 +1,7 @@
-"""What an operation of ours was given, checked before C++ gets pointers to it: nothing is checked there.
+"""What an operation of ours was given, checked before it is computed with.
 
-A check is a few comparisons, about a microsecond per tensor. Symbolic sizes, while a graph is traced, are not checked;
+``kernels/cpu/tensors.h`` does the same in C++, in the same words. Whatever does not fit is a RuntimeError, which is all
+that torch's stable interface makes of an exception in C++. Symbolic sizes, while a graph is traced, are not checked;
 whatever a traced graph is called with is.
 """
 
@@ -51,7 +52,7 @@ def check(
     expected = " or ".join(map(str, dtypes))
     if shapes:
         expected += " of shape " + " or ".join(dict.fromkeys(str(tuple(shape)) for shape in shapes))
-    raise (ValueError if tensor.dtype in dtypes else TypeError)(
+    raise RuntimeError(
         f"fp8_compile::{op}: {argument}: expected {expected}{', contiguous,' * contiguous} on cpu, got {tensor.dtype} "
         f"of shape {tuple(tensor.shape)} with strides {tensor.stride()} on {tensor.device}"
     )
@@ -60,7 +61,7 @@ def check(
 def check_value(op: str, argument: str, value: object, allowed: Collection[Any]) -> None:
     """Raise an error unless the value is one of those."""
     if value not in allowed:
-        raise ValueError(
+        raise RuntimeError(
             f"fp8_compile::{op}: {argument}: expected one of {', '.join(map(str, allowed))}, got {value}"
         )
 
@@ -68,7 +69,7 @@ def check_value(op: str, argument: str, value: object, allowed: Collection[Any])
 def check_at_least(op: str, argument: str, value: int, least: int) -> None:
     """Raise an error unless the number is at least that large."""
     if value < least:
-        raise ValueError(f"fp8_compile::{op}: {argument}: expected at least {least}, got {value}")
+        raise RuntimeError(f"fp8_compile::{op}: {argument}: expected at least {least}, got {value}")
 
 
 def on_one_device(op: str, fake: Callable[..., Any]) -> Callable[..., Any]:
@@ -83,7 +84,7 @@ def on_one_device(op: str, fake: Callable[..., Any]) -> Callable[..., Any]:
         if any(metas) and not all(metas):
             schema = schema_of(getattr(torch.ops.fp8_compile, op).default)
             wrong = [argument.name for argument, one in zip(schema.arguments, given) if getattr(one, "is_meta", False)]
-            raise ValueError(
+            raise RuntimeError(
                 f"fp8_compile::{op}: {', '.join(wrong)}: expected all tensors on one device, got some on meta and "
                 f"others on {next(one.device for one in tensors if not one.is_meta)}"
             )

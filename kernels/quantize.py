@@ -20,6 +20,7 @@ import torch
 
 from .define_op import define
 from .formats import format_of
+from .operands import ANY, check
 
 AMAX_FLOOR = 1e-12
 Block = Sequence[int]
@@ -85,11 +86,7 @@ def is_tiled(block: Block) -> bool:
 
 
 def _checked(x: torch.Tensor, dtype: torch.dtype, block: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    if x.dim() != 2 or x.dtype not in HIGH_PRECISION:
-        raise TypeError(
-            f"quantize expects a 2-D float32, bfloat16 or float16 tensor, got {x.dim()}-D {x.dtype}; "
-            "flatten or cast it first"
-        )
+    check("quantize", "x", x, HIGH_PRECISION, (ANY, ANY))
     return quantize(x.contiguous(), dtype, block)
 
 
@@ -98,7 +95,11 @@ def _fake(x: torch.Tensor, dtype: torch.dtype, block: list[int]) -> tuple[torch.
     return x.new_empty(x.shape, dtype=dtype), x.new_empty(sizes, dtype=torch.float32)
 
 
-# The op stands for one quantize in the graph until it is lowered: it can be shared, counted and read in a dump.
+# The op stands for one quantize in the graph until it is lowered: it can be shared, counted and read in a dump. On a
+# CPU it comes back after the split, as one call of C++, where nothing else reads the quantize scale.
 quantize_op = define(
-    "quantize(Tensor x, ScalarType dtype, int[2] block) -> (Tensor q, Tensor dequant_scale)", _checked, _fake
+    "quantize(Tensor x, ScalarType dtype, int[2] block) -> (Tensor q, Tensor dequant_scale)",
+    lambda x, dtype, block: quantize(x.contiguous(), dtype, block),
+    _fake,
+    cpu=_checked,
 )

@@ -52,7 +52,7 @@ def bounds(offsets: Tensor, *, tokens: int) -> Iterator[tuple[int, int]]:
     start = 0
     for end in (ends := offsets.tolist()):
         if not start <= end <= tokens:
-            raise ValueError(
+            raise RuntimeError(
                 "fp8_compile::scaled_grouped_mm: offsets of groups must not fall, and not exceed the number of tokens, "
                 f"{tokens}; got {ends}. Expected where each group ends: torch.cumsum of the groups' sizes"
             )

@@ -43,6 +43,7 @@ from .split.flag_overflow_in_place import FlagOverflowInPlace
 from .split.fuse_casts import FuseCasts
 from .split.fuse_delayed_quantizes import FuseDelayedQuantizes
 from .split.launch_quantizes import LaunchQuantizes
+from .split.quantize_in_gemm import QuantizeInGemm
 from .split.relayout_bytes import RelayoutBytes
 from .split.sum_in_quantizes import SumInQuantizes
 from .split.update_in_place import UpdateInPlace
@@ -192,6 +193,7 @@ class SplitPipeline(Pipeline):
             (DropRecomputeCopies(),     on_cpu or rules.reads_any_layout),
             (CallCpuKernels(),          on_cpu),
             (FuseDelayedQuantizes(),    on_cpu),
+            (QuantizeInGemm(),          on_cpu),
             (DecomposeSingleRow(),      on_cpu),
             (LaunchQuantizes(),         not on_cpu),
             (FuseCasts(),               not on_cpu),

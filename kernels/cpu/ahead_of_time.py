@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import pathlib
 
-from torch.utils.cpp_extension import include_paths
+import torch
 
 from fp8_compile.kernels import experts, fp8_weight
 from fp8_compile.kernels.fp8_inputs import quantize_inputs_op
@@ -22,6 +22,8 @@ from .compiler import compiled_objects, run_compiler, source_texts
 from .isa import Isa, cpu_features
 from .kept_files import kept
 from .library import FLAGS, SOURCES, working_isa
+from .operations import INCLUDE, OPERATIONS
+from .quantize_mm import quantize_mm_op
 from .scaled_mm import scaled_mm_op
 
 SHIMS = {
@@ -49,8 +51,12 @@ SHIMS = {
         "AOTITorchError aoti_torch_cpu_scaled_mm(AtenTensorHandle, AtenTensorHandle, AtenTensorHandle,"
         " AtenTensorHandle, AtenTensorHandle*, int32_t, AtenTensorHandle*)"
     ],
+    quantize_mm_op: [
+        "AOTITorchError aoti_torch_cpu_quantize_mm(AtenTensorHandle, AtenTensorHandle*, AtenTensorHandle,"
+        " AtenTensorHandle*, AtenTensorHandle*, int32_t, int32_t, AtenTensorHandle*)"
+    ],
 }
-SHIM_SOURCE = "aoti_shims.cpp"
+SHIM_SOURCES = {OPERATIONS: INCLUDE, "aoti_shims.cpp": INCLUDE}
 # Features that code for this very CPU may use: what -march=native, as Inductor has it, turns on.
 _INSTRUCTIONS = ("avx", "amx", "fma", "f16c", "bmi", "gfni", "vaes", "vpclmulqdq", "sse4", "popcnt", "movbe", "sha_ni")
 
@@ -62,7 +68,7 @@ def linkable() -> pathlib.Path:
         raise ValueError("export needs a C++ compiler, and none was found: install g++, or set CXX to one")
     compiler = cpp_compiler()
     flags = (*FLAGS, "-fvisibility=hidden", *isa.flags)
-    key = repr((source_texts(), flags, SOURCES, compiler, include_paths()))
+    key = repr((source_texts(), flags, SOURCES, SHIM_SOURCES, compiler, torch.__version__))
     return kept(f"libfp8_compile_{isa.name}", ".a", key, functools.partial(_compile, [compiler, *flags]))
 
 
@@ -75,7 +81,6 @@ def needed_features(isa: Isa | None = None) -> list[str]:
 
 def _compile(command: list[str], folder: pathlib.Path) -> pathlib.Path:
     """One relocatable file, which every linker takes for a library by its name: no archiver is needed."""
-    shims = tuple(f"-isystem{include}" for include in include_paths())
-    objects = compiled_objects(command, {**SOURCES, SHIM_SOURCE: shims}, folder)
+    objects = compiled_objects(command, {**SOURCES, **SHIM_SOURCES}, folder)
     run_compiler([[command[0], "-r", "-nostdlib", *objects, "-o", str(folder / "all.o")]])
     return folder / "all.o"

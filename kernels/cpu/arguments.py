@@ -11,11 +11,8 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # fp8_formats.
 FORMATS = {E4M3.dtype: 0, E5M2.dtype: 1}  # scaled_mm.cpp: left_e5m2, right_e5m2
 
 # Below so much work, waking threads takes longer than the work itself, and on busy cores much longer. kernels.h
-# has the same numbers.
-CAST_LEAST_PARALLEL = 1 << 17  # elements; one thread quantizes as many in some 0.2 ms
-GEMM_LEAST_PARALLEL = 1 << 20  # multiplications; one thread does as many in some 10 us
-FP8_WEIGHT_LEAST_PARALLEL = 1 << 17  # multiplications; not tuned
-NVFP4_LEAST_PARALLEL = 1 << 16  # multiplications per thread
+# has the same number, and those of the other kernels.
+GEMM_LEAST_PARALLEL = 1 << 20  # multiplications
 
 
 def threads_for(work: int, least: int) -> int:

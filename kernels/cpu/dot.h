@@ -91,9 +91,7 @@ class Dots {
                   int64_t stride, const Finish& finish, int threads) {
     if (m == 0 || n == 0) return;  // scales of no rows are nowhere
     const int64_t blocks = ceil_div(n, COLS), depth = Dots::depth(k);
-    threads = usable_threads(threads, blocks);
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t block = 0; block < blocks; ++block) {
+    for_each(blocks, 1, usable_threads(threads, blocks), [&](int64_t block) {
       const int64_t col = block * COLS, cols = std::min(COLS, n - col);
       alignas(64) float sums[ROWS * COLS] = {};
       const Step step(values);
@@ -105,7 +103,7 @@ class Dots {
           one_column<ROWS>(step, column, k, depth, rows, sums + c);
       }
       finish.store(sums, 0, m, col, cols);
-    }
+    });
   }
 
  private:

@@ -1,8 +1,7 @@
-"""Products with stacks of packed weights in C++ (``experts.cpp``): what ``kernels/experts.py`` runs on a CPU."""
+"""Products with stacks of packed weights on a CPU (``experts.cpp``): what is checked, and the formula without C++."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from fp8_compile.kernels import experts as reference
@@ -10,8 +9,6 @@ from fp8_compile.kernels.formats import BY_DTYPE
 from fp8_compile.kernels.nvfp4.ops import INTERLEAVED, LAYOUTS
 from fp8_compile.kernels.operands import ANY, FLOATS, FP32, INDICES, check, check_value
 
-from .arguments import DTYPES
-from .library import library
 from .nvfp4 import check_weight
 
 
@@ -29,19 +26,8 @@ def nvfp4_mm(
     check_weight(op, x, codes, block_scales, (ANY, ANY, ANY))
     check(op, "global_scale", global_scale, FLOATS, codes.shape[:1])
     check(op, "which", which, INDICES, codes.shape[:1] if rows == "grouped" else x.shape[:1])
-    kernels = library()
-    if kernels is None or x.dtype not in DTYPES:
-        return reference.nvfp4_mm(x, codes, block_scales, global_scale, which, rows, layout)
-    experts, n, half = codes.shape
-    x, y = _operands(x, n)
-    codes, block_scales = codes.contiguous(), block_scales.contiguous()
-    global_scale, which = global_scale.to(torch.float32).contiguous(), which.to(torch.int64).contiguous()
-    failed = kernels.nvfp4_experts(
-        *(x.data_ptr(), *x.shape, x.stride(0), DTYPES[x.dtype], codes.data_ptr(), block_scales.data_ptr()),
-        *(global_scale.data_ptr(), experts, n, 2 * half, which.data_ptr(), rows == "grouped", y.data_ptr()),
-        torch.get_num_threads(),
-    )
-    return _checked(op, failed, y, experts, which, rows)
+    _check_experts(op, x, which, codes.shape[0], rows)
+    return reference.nvfp4_mm(x, codes, block_scales, global_scale, which, rows, layout)
 
 
 def fp8_mm(x: Tensor, codes: Tensor, scales: Tensor, which: Tensor, rows: str) -> Tensor:
@@ -52,34 +38,20 @@ def fp8_mm(x: Tensor, codes: Tensor, scales: Tensor, which: Tensor, rows: str) -
     check(op, "codes", codes, BY_DTYPE, (ANY, ANY, x.shape[1]))
     check(op, "scales", scales, FP32, codes.shape[:2])
     check(op, "which", which, INDICES, codes.shape[:1] if rows == "grouped" else x.shape[:1])
-    kernels = library()
-    if kernels is None or x.dtype not in DTYPES:
-        return reference.fp8_mm(x, codes, scales, which, rows)
-    experts, n, _ = codes.shape
-    x, y = _operands(x, n)
-    codes, scales, which = codes.contiguous(), scales.contiguous(), which.to(torch.int64).contiguous()
-    failed = kernels.fp8_experts(
-        *(x.data_ptr(), *x.shape, x.stride(0), DTYPES[x.dtype], codes.data_ptr(), scales.data_ptr()),
-        *(experts, n, which.data_ptr(), rows == "grouped", y.data_ptr(), torch.get_num_threads()),
-    )
-    return _checked(op, failed, y, experts, which, rows)
+    _check_experts(op, x, which, codes.shape[0], rows)
+    return reference.fp8_mm(x, codes, scales, which, rows)
 
 
-def _operands(x: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    if x.stride(1) != 1 and x.shape[1] > 1:
-        x = x.contiguous()
-    return x, x.new_empty((x.shape[0], n))
-
-
-def _checked(op: str, failed: int, y: Tensor, experts: int, which: Tensor, rows: str) -> Tensor:
-    if failed:
-        expected = (
-            f"ends of {experts} groups, none before the one in front of it or behind row {y.shape[0]}"
-            if rows == "grouped"
-            else f"experts from 0 to {experts - 1}"
+def _check_experts(op: str, x: Tensor, which: Tensor, experts: int, rows: str) -> None:
+    """Raise an error unless the index names experts, or rows, that are there."""
+    named: list[int] = which.tolist()
+    if rows == "grouped":
+        expected = f"ends of {experts} groups, none before the one in front of it or behind row {x.shape[0]}"
+        sound = all(start <= end <= x.shape[0] for start, end in zip([0, *named], named))
+    else:
+        expected = f"experts from 0 to {experts - 1}"
+        sound = all(-experts <= expert < experts for expert in named)  # negative ones count from the end
+    if not sound:
+        raise RuntimeError(
+            f"fp8_compile::{op}: which: an index says which expert multiplies a row: expected {expected}, got {named}"
         )
-        raise IndexError(
-            f"fp8_compile::{op}: which: an index says which expert multiplies a row: expected {expected}, got "
-            f"{which.tolist()}"
-        )
-    return y

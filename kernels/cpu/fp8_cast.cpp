@@ -31,26 +31,38 @@ uint32_t largest_bits(const typename In::type* x, int64_t count) {
 template <class In>
 void amax(const typename In::type* x, int64_t rows, int64_t cols, int axis, float* out, int threads) {
   if (axis == ROW) {
-#pragma omp parallel for num_threads(threads)
-    for (int64_t i = 0; i < rows; ++i) out[i] = value(largest_bits<In>(x + i * cols, cols));
+    for_each(rows, 1, threads, [=](int64_t i) { out[i] = value(largest_bits<In>(x + i * cols, cols)); });
   } else if (axis == COL) {
-#pragma omp parallel for num_threads(threads)
-    for (int64_t first = 0; first < cols; first += 256) {
+    for_each(cols, 256, threads, [=](int64_t first) {
       int64_t width = std::min<int64_t>(256, cols - first);
       uint32_t most[256] = {};
       for (int64_t i = 0; i < rows; ++i)
         for (int64_t j = 0; j < width; ++j)
           most[j] = std::max(most[j], bits(In::load(x[i * cols + first + j])) & 0x7fffffffu);
       for (int64_t j = 0; j < width; ++j) out[first + j] = value(most[j]);
-    }
+    });
   } else {
-    uint32_t most = 0;
-    int64_t count = rows * cols;
-#pragma omp parallel for num_threads(threads) reduction(max : most)
-    for (int64_t first = 0; first < count; first += CHUNK)
-      most = std::max(most, largest_bits<In>(x + first, std::min(CHUNK, count - first)));
-    out[0] = value(most);
+    const int64_t count = rows * cols;
+    const auto chunk = [=](int64_t first) { return largest_bits<In>(x + first, std::min(CHUNK, count - first)); };
+    out[0] = value(largest_of(count, CHUNK, threads, chunk));
   }
+}
+
+// kernels/quantize.py: `scales`. The quantize scale of an amax, with the inverse beside it.
+template <class To>
+float own_scale(float amax, float* dequant_scale) {
+  amax = amax < AMAX_FLOOR ? AMAX_FLOOR : amax;  // a comparison that leaves NaN alone
+  // Two roundings, as a number over a tensor has them in PyTorch: reciprocal, then product.
+  const float quant_scale = (1.0f / amax) * To::max;
+  *dequant_scale = 1.0f / quant_scale + amax * 0.0f;
+  return quant_scale;
+}
+
+template <class In, class To>
+void scales(const void* from, int64_t rows, int64_t cols, int axis, float* quant_scale, float* dequant_scale, int threads) {
+  amax<In>(static_cast<const typename In::type*>(from), rows, cols, axis, quant_scale, threads);
+  const int64_t count = axis == ROW ? rows : axis == COL ? cols : 1;
+  for (int64_t i = 0; i < count; ++i) quant_scale[i] = own_scale<To>(quant_scale[i], dequant_scale + i);
 }
 
 // Codes of a run of elements; returns the largest magnitude among them, as bits.
@@ -86,18 +98,16 @@ void quantize(const void* from, int64_t rows, int64_t cols, int axis, const floa
   if (axis == WHOLE) {  // a matrix of one row
     const int64_t count = rows * cols;
     const float s = scale[0];
-#pragma omp parallel for num_threads(threads)
-    for (int64_t first = 0; first < count; first += CHUNK)
-      encode<In, To>(x + first, std::min(CHUNK, count - first), s, codes + first);
+    for_each(count, CHUNK, threads,
+             [=](int64_t first) { encode<In, To>(x + first, std::min(CHUNK, count - first), s, codes + first); });
     return;
   }
-#pragma omp parallel for num_threads(threads)
-  for (int64_t i = 0; i < rows; ++i) {
+  for_each(rows, 1, threads, [=](int64_t i) {
     if (axis == ROW)
       encode<In, To>(x + i * cols, cols, scale[i], codes + i * cols);
     else
       encode<In, To, false>(x + i * cols, cols, [scale](int64_t j) { return scale[j]; }, codes + i * cols);
-  }
+  });
 }
 
 // Delayed scaling, one read of x: its codes by the scale given, unless `codes` is null, and its amax. A scale of 0 says
@@ -113,14 +123,10 @@ void delayed(const void* from, int64_t count, float* scale, uint8_t* codes, floa
     *scale = usable ? std::min((1.0f / *largest) * To::max, most) : 1.0f;
   }
   const float s = *scale;
-  uint32_t seen = 0;
-#pragma omp parallel for num_threads(threads) reduction(max : seen)
-  for (int64_t first = 0; first < count; first += CHUNK) {
+  *largest = value(largest_of(count, CHUNK, threads, [=](int64_t first) {
     const int64_t width = std::min(CHUNK, count - first);
-    seen = std::max(seen, codes ? encode<In, To>(x + first, width, s, codes + first)
-                                : largest_bits<In>(x + first, width));
-  }
-  *largest = value(seen);
+    return codes ? encode<In, To>(x + first, width, s, codes + first) : largest_bits<In>(x + first, width);
+  }));
 }
 
 // Inputs of a product (kernels/fp8_inputs.py): all rows by the one scale that is known, or each by its own amax.
@@ -129,18 +135,12 @@ void inputs(const void* from, int64_t rows, int64_t cols, int64_t stride, const 
             float* scales, int threads) {
   auto* x = static_cast<const typename In::type*>(from);
   if (known) *scales = *known;
-#pragma omp parallel for num_threads(threads)
-  for (int64_t i = 0; i < rows; ++i) {
+  for_each(rows, 1, threads, [=](int64_t i) {
     const auto* row = x + i * stride;
     float s = known ? 1.0f / *known : 0.0f;
-    if (!known) {
-      float largest = value(largest_bits<In>(row, cols));
-      largest = largest < AMAX_FLOOR ? AMAX_FLOOR : largest;  // a comparison that leaves NaN alone
-      s = (1.0f / largest) * E4M3::max;
-      scales[i] = 1.0f / s + largest * 0.0f;
-    }
+    if (!known) s = own_scale<E4M3>(value(largest_bits<In>(row, cols)), scales + i);
     encode<In, E4M3>(row, cols, s, codes + i * cols);
-  }
+  });
 }
 
 // Work on elements of any of the three dtypes, to either format.
@@ -150,6 +150,9 @@ void dispatch(int dtype, int e5m2, Arguments... arguments) {
   if (dtype == BF16) e5m2 ? Work<BFloat16, E5M2>::run(arguments...) : Work<BFloat16, E4M3>::run(arguments...);
   if (dtype == FP16) e5m2 ? Work<Float16, E5M2>::run(arguments...) : Work<Float16, E4M3>::run(arguments...);
 }
+template <class In, class To> struct OwnScales {
+  template <class... A> static void run(A... a) { scales<In, To>(a...); }
+};
 template <class In, class To> struct Quantize {
   template <class... A> static void run(A... a) { quantize<In, To>(a...); }
 };
@@ -161,11 +164,9 @@ template <class In, class To> struct Delayed {
 
 extern "C" {
 
-void fp8_amax(const void* x, int dtype, int64_t rows, int64_t cols, int axis, float* out, int threads) {
-  threads = usable_threads(threads, rows * cols);
-  if (dtype == FP32) amax<Float32>(static_cast<const float*>(x), rows, cols, axis, out, threads);
-  if (dtype == BF16) amax<BFloat16>(static_cast<const uint16_t*>(x), rows, cols, axis, out, threads);
-  if (dtype == FP16) amax<Float16>(static_cast<const uint16_t*>(x), rows, cols, axis, out, threads);
+void fp8_scales(const void* x, int dtype, int64_t rows, int64_t cols, int axis, int e5m2, float* quant_scale,
+                float* dequant_scale, int threads) {
+  dispatch<OwnScales>(dtype, e5m2, x, rows, cols, axis, quant_scale, dequant_scale, usable_threads(threads, rows * cols));
 }
 
 void fp8_quantize(const void* x, int dtype, int64_t rows, int64_t cols, int axis, const float* scale, int e5m2,

@@ -1,6 +1,6 @@
-// The C interface of the kernels: what Python calls by ctypes (library.py, nvfp4_search.py), AOTInductor's code by
-// aoti_shims.cpp, and tests by a program of their own. Each source that defines one of these includes this file, so that
-// the compiler compares definition and declaration. No torch headers.
+// The C interface of the kernels: what operations.cpp calls for torch's dispatcher and for AOTInductor's code, Python by
+// ctypes (library.py, nvfp4_search.py), and tests by a program of their own. Each source that defines one of these includes
+// this file, so that the compiler compares definition and declaration. No torch headers.
 //
 //   dtype         of floats: fp8::Dtype
 //   e5m2          1 for E5M2, 0 for E4M3
@@ -12,10 +12,10 @@
 
 namespace fp8 {
 
-// Below so much work, waking threads takes longer than the work itself (arguments.py has the same numbers).
-constexpr int64_t CAST_LEAST_PARALLEL = 1 << 17;        // elements
-constexpr int64_t GEMM_LEAST_PARALLEL = 1 << 20;        // multiplications
-constexpr int64_t FP8_WEIGHT_LEAST_PARALLEL = 1 << 17;  // multiplications
+// Below so much work, waking threads takes longer than the work itself, and on busy cores much longer.
+constexpr int64_t CAST_LEAST_PARALLEL = 1 << 17;        // elements; one thread quantizes as many in some 0.2 ms
+constexpr int64_t GEMM_LEAST_PARALLEL = 1 << 20;        // multiplications; one thread does as many in some 10 us
+constexpr int64_t FP8_WEIGHT_LEAST_PARALLEL = 1 << 17;  // multiplications; not tuned
 constexpr int64_t NVFP4_LEAST_PARALLEL = 1 << 16;       // multiplications per thread
 
 }  // namespace fp8
@@ -41,7 +41,8 @@ void fp8_scaled_grouped_mm(int along, int64_t groups, const int64_t* ends, int64
                            int threads);
 
 // fp8_cast.cpp
-void fp8_amax(const void* x, int dtype, int64_t rows, int64_t cols, int axis, float* out, int threads);
+void fp8_scales(const void* x, int dtype, int64_t rows, int64_t cols, int axis, int e5m2, float* quant_scale,
+                float* dequant_scale, int threads);
 void fp8_quantize(const void* x, int dtype, int64_t rows, int64_t cols, int axis, const float* scale, int e5m2,
                   uint8_t* codes, int threads);
 void fp8_inputs(const void* x, int dtype, int64_t rows, int64_t cols, int64_t stride, const float* known,

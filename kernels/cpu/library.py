@@ -98,41 +98,13 @@ def _compile(compiler: str, isa: Isa, folder: pathlib.Path) -> pathlib.Path:
 
 
 def _declared(loaded: Library) -> Library:
-    """With the types of kernels.h."""
+    """With the types of kernels.h for what Python calls; ``operations.py`` calls the rest."""
     pointer, integer, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
-    loaded.fp8_amax.argtypes = (pointer, integer, size, size, integer, pointer, integer)
-    loaded.fp8_quantize.argtypes = (pointer, integer, size, size, integer, pointer, integer, pointer, integer)
-    loaded.fp8_inputs.argtypes = (pointer, integer, size, size, size, pointer, pointer, pointer, integer)
-    loaded.fp8_delayed.argtypes = (pointer, integer, size, integer, pointer, pointer, pointer, integer)
-    loaded.fp8_update_scales.argtypes = (
-        *(size, size, pointer, pointer, pointer, pointer, pointer),
-        *(ctypes.c_float, ctypes.c_float, ctypes.c_float, integer, integer, integer),
-    )
     operand = (pointer, size, size, integer, pointer, size, size, size)
     loaded.fp8_scaled_mm.argtypes = (
         *(size, size, size, *operand, *operand),
         *(pointer, pointer, integer, size, integer, integer),
     )
-    loaded.fp8_scaled_grouped_mm.argtypes = (
-        *(integer, size, pointer, size, size, size),
-        *(pointer, size, size, integer, pointer, size),
-        *(pointer, size, size, size, integer, pointer, size, size),
-        *(pointer, integer, size, size, integer),
-    )
-    loaded.nvfp4_matmul.argtypes = (
-        *(pointer, size, size, size, integer, pointer, pointer, size, size, ctypes.c_float),
-        *(pointer, integer, integer, pointer, integer),
-    )
-    loaded.fp8_weight_mm.argtypes = (
-        *(pointer, size, size, size, integer, pointer, pointer, size, pointer, pointer, integer),
-    )
-    stack = (pointer, size, size, size, integer, pointer, pointer)
-    loaded.nvfp4_experts.argtypes = (*stack, pointer, size, size, size, pointer, integer, pointer, integer)
-    loaded.fp8_experts.argtypes = (*stack, size, size, pointer, integer, pointer, integer)
     loaded.fp8_fingerprints.argtypes = (size, pointer, pointer, pointer, pointer)
-    on_fp8 = ("scaled_mm", "scaled_grouped_mm", "weight_mm", "update_scales", "fingerprints")
-    for name in ("amax", "quantize", "inputs", "delayed", *on_fp8):
-        getattr(loaded, f"fp8_{name}").restype = None
-    loaded.nvfp4_matmul.restype = None
-    loaded.nvfp4_experts.restype = loaded.fp8_experts.restype = integer
+    loaded.fp8_scaled_mm.restype = loaded.fp8_fingerprints.restype = None
     return loaded

@@ -18,13 +18,11 @@ from torch import Tensor
 from fp8_compile.kernels.nvfp4 import ops
 from fp8_compile.kernels.operands import ANY, FLOATS, ONE, check, check_value
 
-from .arguments import DTYPES, NVFP4_LEAST_PARALLEL
-from .library import library
+from .arguments import DTYPES
 
 BLOCK = 16  # elements of K that share a block scale
 GROUP = 16  # rows that are interleaved
 _WORD = 4  # bytes of codes that a lane takes at once
-ARITHMETICS = {None: 0, "int8": 1}
 
 
 def product(
@@ -36,11 +34,12 @@ def product(
     activations: str | None,
     layout: str = ops.STANDARD,
 ) -> Tensor:
-    """``nvfp4_mm`` on a CPU. There are kernels for interleaved weights, and none for FP64."""
+    """``nvfp4_mm`` on a CPU without C++. There are kernels for interleaved weights, and none for FP64."""
     check_value("nvfp4_mm", "layout", layout, ops.LAYOUTS)
     if layout != ops.INTERLEAVED or x.dtype == torch.float64:
         return ops.reference(x, codes, block_scales, global_scale, bias, activations, layout)
-    return matmul(x, codes, block_scales, global_scale, bias, activations)
+    _check_operands(x, codes, block_scales, global_scale, bias, activations)
+    return reference(x, codes, block_scales, global_scale, bias, activations).to(x.dtype)
 
 
 def matmul(
@@ -57,19 +56,8 @@ def matmul(
     ``activations=None``: products are exact and summed in FP32 (bf16 below 2**-126 may count as zero);
     ``"int8"``: x goes through ``quantize_activations`` first, and the sums of a block are exact.
     """
-    _check_operands(x, codes, block_scales, global_scale, bias, activations)
-    (m, k), (n, half) = x.shape, codes.shape
-    kernels = library()
-    if kernels is None:
-        return reference(x, codes, block_scales, global_scale, bias, activations).to(x.dtype)
-    if x.stride(1) != 1 and k > 1:
-        x = x.contiguous()
-    y = x.new_empty((m, n))
-    kernels.nvfp4_matmul(
-        *(x.data_ptr(), m, k, x.stride(0), DTYPES[x.dtype], codes.data_ptr(), block_scales.data_ptr(), n, 2 * half),
-        *(float(global_scale), None if bias is None else bias.data_ptr(), 0 if bias is None else DTYPES[bias.dtype]),
-        *(ARITHMETICS[activations], y.data_ptr(), min(torch.get_num_threads(), 1 + m * n * k // NVFP4_LEAST_PARALLEL)),
-    )
+    scale = global_scale if isinstance(global_scale, Tensor) else torch.tensor(global_scale)
+    y: Tensor = ops.mm_op(x, codes, block_scales, scale, bias, activations, ops.INTERLEAVED)
     return y
 
 
@@ -159,18 +147,17 @@ def _check_operands(
     x: Tensor,
     codes: Tensor,
     block_scales: Tensor,
-    global_scale: Tensor | float,
+    global_scale: Tensor,
     bias: Tensor | None,
     activations: str | None,
 ) -> None:
     check("nvfp4_mm", "x", x, DTYPES, (ANY, ANY))
     check_weight("nvfp4_mm", x, codes, block_scales, (ANY, ANY))
-    if isinstance(global_scale, Tensor):
-        check("nvfp4_mm", "global_scale", global_scale, FLOATS, *ONE)
+    check("nvfp4_mm", "global_scale", global_scale, FLOATS, *ONE)
     if bias is not None:
         check("nvfp4_mm", "bias", bias, DTYPES, codes.shape[:1], contiguous=True)
-    if activations not in ARITHMETICS:
-        raise ValueError(
+    if activations not in (None, "int8"):
+        raise RuntimeError(
             "fp8_compile::nvfp4_mm: activations: expected None (exact) or 'int8' for weights that are interleaved, got "
             f"activations={activations!r}"
         )
@@ -181,7 +168,7 @@ def check_weight(op: str, x: Tensor, codes: Tensor, block_scales: Tensor, dims: 
     check(op, "codes", codes, (torch.uint8,), dims, contiguous=True)
     shape = codes.shape
     if shape[-1] % 8 or not 0 <= 2 * shape[-1] - x.shape[1] < BLOCK:
-        raise ValueError(
+        raise RuntimeError(
             f"fp8_compile::{op}: codes: x [M, K] times an NVFP4 weight of codes [..., K/2]: expected one K, in the "
             f"weight padded to a multiple of {BLOCK}, got x {tuple(x.shape)} and codes {tuple(shape)}"
         )

@@ -13,13 +13,10 @@ import torch
 from torch import Tensor
 
 from fp8_compile.kernels import scaled_grouped_mm as reference
-from fp8_compile.kernels.define_op import define, filled
+from fp8_compile.kernels.define_op import define
 from fp8_compile.kernels.operands import ANY, FP32, INDICES, check, check_value
 
-from .arguments import DTYPES, FORMATS, stride_of
-from .library import library
-
-ROWS, CONTRACTION = 0, 1  # scaled_mm.cpp: what the groups divide
+from .arguments import DTYPES, FORMATS
 
 
 def _check(
@@ -48,31 +45,10 @@ def _new(
 
 
 def _scaled_grouped_mm(
-    left: Tensor,
-    right: Tensor,
-    offsets: Tensor,
-    scale_left: Tensor,
-    scale_right: Tensor,
-    out_dtype: torch.dtype,
-    out: Tensor,
-) -> None:
-    kernels = library()
-    if kernels is None:
-        out.copy_(reference.scaled_grouped_mm(left, right, offsets, scale_left, scale_right, out_dtype))
-        return
-    along = ROWS if right.dim() == 3 else CONTRACTION
-    tokens = left.shape[along]
-    ends = torch.tensor([end for _, end in reference.bounds(offsets, tokens=tokens)], dtype=torch.int64)
-    if along == ROWS:
-        out[ends[-1] if len(ends) else 0 :].zero_()
-    kernels.fp8_scaled_grouped_mm(
-        *(along, len(ends), ends.data_ptr(), left.shape[0], right.shape[-1], left.shape[1]),
-        *(left.data_ptr(), *left.stride(), FORMATS[left.dtype]),
-        *(scale_left.data_ptr(), stride_of(scale_left, 0)),
-        *(right.data_ptr(), stride_of(right, -3), right.stride(-1), right.stride(-2), FORMATS[right.dtype]),
-        *(scale_right.data_ptr(), stride_of(scale_right, -3), stride_of(scale_right, -1)),
-        *(out.data_ptr(), DTYPES[out.dtype], stride_of(out, -3), out.stride(-2), torch.get_num_threads()),
-    )
+    left: Tensor, right: Tensor, offsets: Tensor, scale_left: Tensor, scale_right: Tensor, out_dtype: torch.dtype
+) -> Tensor:
+    _check(left, right, offsets, scale_left, scale_right, out_dtype)
+    return reference.scaled_grouped_mm(left, right, offsets, scale_left, scale_right, out_dtype)
 
 
 scaled_grouped_mm_op = define(
@@ -80,5 +56,5 @@ scaled_grouped_mm_op = define(
     " ScalarType out_dtype) -> Tensor",
     reference.scaled_grouped_mm,
     _new,
-    cpu=filled(_check, _new, _scaled_grouped_mm),
+    cpu=_scaled_grouped_mm,
 )

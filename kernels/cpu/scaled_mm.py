@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fp8_compile.kernels import scaled_mm as reference
-from fp8_compile.kernels.define_op import define, filled
+from fp8_compile.kernels.define_op import define
 from fp8_compile.kernels.operands import ANY, FLOATS, FP32, check, check_value
 from fp8_compile.kernels.scaled_mm import SCALE_TILE
 
@@ -47,18 +47,10 @@ def _new(
 
 
 def _scaled_mm(
-    left: Tensor,
-    right: Tensor,
-    scale_left: Tensor,
-    scale_right: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    out: Tensor,
-) -> None:
-    if library() is None:
-        out.copy_(reference.scaled_mm(left, right, scale_left, scale_right, bias, out_dtype))
-    else:
-        _multiply(left, right, scale_left, scale_right, bias, out, accumulate=False)
+    left: Tensor, right: Tensor, scale_left: Tensor, scale_right: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    _check(left, right, scale_left, scale_right, bias, out_dtype)
+    return reference.scaled_mm(left, right, scale_left, scale_right, bias, out_dtype)
 
 
 def scaled_mm_add_(
@@ -68,25 +60,10 @@ def scaled_mm_add_(
     _check(left, right, scale_left, scale_right, bias, out.dtype, "scaled_mm_add_")
     check("scaled_mm_add_", "out", out, DTYPES, (left.shape[0], right.shape[1]))
     if out.shape[1] > 1 and out.stride(1) != 1:
-        raise ValueError(f"scaled_mm_add_ expects rows that are contiguous, got strides {out.stride()}")
-    if library() is None:
-        return out.add_(reference.scaled_mm(left, right, scale_left, scale_right, bias, torch.float32))
-    _multiply(left, right, scale_left, scale_right, bias, out, accumulate=True)
-    return out
-
-
-def _multiply(
-    left: Tensor,
-    right: Tensor,
-    scale_left: Tensor,
-    scale_right: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    *,
-    accumulate: bool,
-) -> None:
+        raise RuntimeError(f"scaled_mm_add_ expects rows that are contiguous, got strides {out.stride()}")
     kernels = library()
-    assert kernels is not None
+    if kernels is None:
+        return out.add_(reference.scaled_mm(left, right, scale_left, scale_right, bias, torch.float32))
     (m, k), n = left.shape, right.shape[1]
     if bias is not None:
         bias = bias.to(torch.float32).contiguous()
@@ -96,9 +73,10 @@ def _multiply(
         *(right.data_ptr(), right.stride(1), right.stride(0), FORMATS[right.dtype]),
         *(scale_right.data_ptr(), stride_of(scale_right, 1), stride_of(scale_right, 0)),
         _lines(scale_right.shape[1], n),
-        *(None if bias is None else bias.data_ptr(), out.data_ptr(), DTYPES[out.dtype], out.stride(0), accumulate),
+        *(None if bias is None else bias.data_ptr(), out.data_ptr(), DTYPES[out.dtype], out.stride(0), True),
         threads_for(m * n * k, GEMM_LEAST_PARALLEL),
     )
+    return out
 
 
 def _lines(scales: int, size: int) -> int:
@@ -111,5 +89,5 @@ scaled_mm_op = define(
     " -> Tensor",
     reference.scaled_mm,
     _new,
-    cpu=filled(_check, _new, _scaled_mm),
+    cpu=_scaled_mm,
 )

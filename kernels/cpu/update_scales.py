@@ -1,16 +1,16 @@
-"""Delayed scaling's update of all slots of a format in one call of C++, bit-equal to ``delayed_scaling.update``."""
+"""The state of delayed scaling on a CPU: what is checked before it is written, and the formula without C++."""
 
 from __future__ import annotations
+
+from typing import Sequence
 
 import torch
 from torch import Tensor
 
 from fp8_compile.kernels import delayed_scaling as reference
-from fp8_compile.kernels.operands import ANY, FP32, check, check_at_least, check_value
+from fp8_compile.kernels.operands import ANY, FP32, ONE, check, check_at_least, check_value
 
-from .library import library
-
-ALGORITHMS = {"max": 0, "most_recent": 1, "p99": 2, "frozen": 3}
+ALGORITHMS = ("max", "most_recent", "p99", "frozen")
 
 
 def update_scales(
@@ -35,15 +35,28 @@ def update_scales(
     check_value(op, "largest", largest, reference.LARGEST)
     check_value(op, "algorithm", algorithm, ALGORITHMS)
     check_at_least(op, "interval", interval, 1)
-    kernels = library()
-    if kernels is None:
-        reference.update_in_place(amaxes, history, scales, counts, known, largest, algorithm, interval)
-        return
-    limits = reference.limits_of(largest)
-    kernels.fp8_update_scales(
-        *history.shape,
-        *(tensor.data_ptr() for tensor in (amaxes, history, scales, counts, known)),
-        *(largest, largest * limits.saturated_above, largest * limits.small_below, limits.most_room),
-        *(ALGORITHMS[algorithm], interval),
-    )
+    reference.update_in_place(amaxes, history, scales, counts, known, largest, algorithm, interval)
 
+
+def record_amaxes(amaxes: Tensor, recorded: Sequence[Tensor], rows: Sequence[int]) -> None:
+    """``fp8_compile::record_amaxes_`` on a CPU."""
+    _check_records("record_amaxes_", amaxes, recorded, rows)
+    reference.record_in_place(amaxes, recorded, rows)
+
+
+def accumulate_amaxes(amaxes: Tensor, recorded: Sequence[Tensor], rows: Sequence[int]) -> None:
+    """``fp8_compile::accumulate_amaxes_`` on a CPU."""
+    _check_records("accumulate_amaxes_", amaxes, recorded, rows)
+    reference.accumulate_in_place(amaxes, recorded, rows)
+
+
+def _check_records(op: str, amaxes: Tensor, recorded: Sequence[Tensor], rows: Sequence[int]) -> None:
+    check(op, "amaxes", amaxes, FP32, (ANY,), contiguous=True)
+    if len(recorded) != len(rows):
+        expected = f"a row for each of the {len(recorded)} tensors in recorded"
+        raise RuntimeError(f"fp8_compile::{op}: rows: expected {expected}, got {len(rows)}")
+    for one, row in zip(recorded, rows):
+        check(op, "recorded", one, FP32, *ONE)
+        if not 0 <= row < amaxes.shape[0]:
+            expected = f"rows from 0 to {amaxes.shape[0] - 1}"
+            raise RuntimeError(f"fp8_compile::{op}: rows: expected {expected}, got {row}")

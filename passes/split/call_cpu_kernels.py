@@ -9,9 +9,9 @@ from torch import fx
 
 from fp8_compile.kernels.cpu.quantize import cast_op, scales_op
 from fp8_compile.kernels.formats import BY_DTYPE
-from fp8_compile.kernels.quantize import is_tiled
+from fp8_compile.kernels.quantize import is_tiled, quantize_op
 
-from ..graph.arguments import input_of
+from ..graph.arguments import arguments, input_of
 from ..graph.emit import emit, getitem, value
 from ..graph.marks import Kind, mark_of, marked, quantize_of, source_of
 from ..graph_pass import GraphPass, PassReport
@@ -24,14 +24,17 @@ class CallCpuKernels(GraphPass):
 
     Before:  amax = clamp_min(amax(abs(x)), 1e-12);  s = reciprocal(amax) * 448;  d = reciprocal(s) + amax * 0
              q: fp8 = convert_element_type(clamp(x * s, -448, 448), fp8)
-    After:   s, d = fp8_compile.scales(x)
+    After:   q, d = fp8_compile.quantize(x)
+    or:      s, d = fp8_compile.scales(x)                 where something else reads s, or the cast is in backward
              q: fp8 = fp8_compile.cast(x, s)
 
     Tiles (blockwise) stay with Inductor.
     """
 
     def run(self, graph: fx.Graph) -> PassReport:
-        return PassReport(_replace_casts(graph) + _replace_scales(graph), "calls of CPU kernels")
+        changes = _replace_casts(graph) + _replace_scales(graph)
+        _join(graph)
+        return PassReport(changes, "calls of CPU kernels")
 
 
 def _replace_casts(graph: fx.Graph) -> int:
@@ -60,6 +63,26 @@ def _replace_scales(graph: fx.Graph) -> int:
             node.replace_all_uses_with(getitem(graph, calls[key], which))
     graph.eliminate_dead_code()
     return len(calls)
+
+
+def _join(graph: fx.Graph) -> None:
+    """Make one call of scales and cast, where the cast alone reads the quantize scale."""
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    for call in graph.find_nodes(op="call_function", target=scales_op):
+        results = {result.args[1]: result for result in call.users}
+        readers = list(results[0].users) if 0 in results else []
+        casts = [one for one in readers if one.target is cast_op and one.args[0] is call.args[0]]
+        if len(readers) != 1 or not casts or casts[0].args[2:] != call.args[1:]:
+            continue
+        (cast,) = casts
+        # At the cast: codes are larger than scales, and live no longer than they have to.
+        early = 1 in results and any(order[user] < order[cast] for user in results[1].users)
+        with graph.inserting_before(call if early else cast):
+            joined = emit(graph, quantize_op, *arguments(call), like=cast)
+            cast.replace_all_uses_with(getitem(graph, joined, 0))
+            if 1 in results:
+                results[1].replace_all_uses_with(getitem(graph, joined, 1))
+    graph.eliminate_dead_code()
 
 
 def _is_ours(node: fx.Node, kind: Kind) -> bool:

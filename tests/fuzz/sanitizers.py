@@ -100,10 +100,11 @@ class Fuzzer:
     def fp8_probe(self) -> None:
         assert self.call("fp8_probe") == 1
 
-    def fp8_amax(self) -> None:
+    def fp8_scales(self) -> None:
         rows, cols, axis, dtype = self.size(), self.size(), self.random.randrange(3), self.dtype()
-        out = np.empty((1, rows, cols)[axis], np.float32)
-        self.call("fp8_amax", self.elements(rows * cols, dtype), dtype, rows, cols, axis, out, self.threads())
+        made = [np.empty((1, rows, cols)[axis], np.float32) for _ in range(2)]
+        x, e5m2 = self.elements(rows * cols, dtype), self.random.randrange(2)
+        self.call("fp8_scales", x, dtype, rows, cols, axis, e5m2, *made, self.threads())
 
     def fp8_quantize(self) -> None:
         rows, cols, axis, dtype = self.size(), self.size(), self.random.randrange(3), self.dtype()
@@ -252,7 +253,7 @@ class Fuzzer:
 
     def one_too_far(self) -> None:
         """What is to be found, or the sanitizers sleep."""
-        self.call("fp8_amax", self.floats(16), 0, 1, 17, 0, np.empty(1, np.float32), 1)
+        self.call("fp8_scales", self.floats(16), 0, 1, 17, 0, 0, *np.empty((2, 1), np.float32), 1)
 
 
 ENTRY_POINTS = [name for name in vars(Fuzzer) if name.startswith(("fp8_", "nvfp4_"))]

@@ -87,9 +87,9 @@ def test_experts_that_are_not_there_are_an_error_and_not_read() -> None:
     _, stack = nvfp4_stack(3, 16, 32)
     x = torch.randn(2, 32)
     for kind, index in (("gathered", [0, 3]), ("grouped", [1, 0, 2]), ("grouped", [1, 2, 3])):
-        with pytest.raises(IndexError, match="expected"):
+        with pytest.raises(RuntimeError, match="expected"):
             experts.nvfp4_mm_op(x, *stack, torch.tensor(index), kind, "interleaved")
-    with pytest.raises(IndexError, match="experts from 0 to 1, got"):
+    with pytest.raises(RuntimeError, match="experts from 0 to 1, got"):
         experts.fp8_mm_op(x, *fp8_stack(2, 16, 32), torch.tensor([0, 2]), "gathered")
 
 

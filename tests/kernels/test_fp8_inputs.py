@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
-from instruction_sets import RUNNABLE, kernels_for
+from instruction_sets import RUNNABLE, using
 
 from fp8_compile.kernels import fp8_inputs as plain
-from fp8_compile.kernels.cpu import fp8_inputs
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @pytest.fixture(params=RUNNABLE)
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded = kernels_for(request.param)
-    monkeypatch.setattr(fp8_inputs, "library", lambda: loaded)
+def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
+    with using(request.param):
+        yield request.param
 
 
 def test_a_known_scale_is_taken_and_a_row_has_its_own() -> None:
@@ -40,26 +40,26 @@ def test_inf_and_nan_are_nan_in_their_rows_and_nowhere_else(scale: float | None)
         x = torch.ones(3, 40)
         x[1, 7] = bad
         known = None if scale is None else torch.tensor(scale)
-        for function in (plain.quantize_inputs, fp8_inputs.quantize_inputs):
+        for function in (plain.quantize_inputs, plain.quantize_inputs_op):
             q, dequant_scale = function(x, known)
             y = (q.float() * dequant_scale).sum(1)
             assert y[1].isnan() and y[[0, 2]].isfinite().all(), (bad, function)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_kernel_gives_the_formulas_bits(kernels: None, dtype: torch.dtype) -> None:
+def test_the_kernel_gives_the_formulas_bits(kernels: str, dtype: torch.dtype) -> None:
     wide = torch.randn(70, 2 * 5003).to(dtype)
     wide[3] = 0
     wide[4] *= 1e-4
     for x in (wide[:, :5003], wide[:1, :17], wide[:, ::2], wide[:0], wide[:3, :0], wide.t()[:9]):
         for scale in (None, torch.tensor(0.004)):
-            found, expected = fp8_inputs.quantize_inputs(x, scale), plain.quantize_inputs(x, scale)
+            found, expected = plain.quantize_inputs_op(x, scale), plain.quantize_inputs(x, scale)
             for one, other in zip(found, expected):
                 assert one.shape == other.shape and one.dtype == other.dtype and one.is_contiguous()
                 assert torch.equal(one.view(torch.uint8), other.view(torch.uint8)), (x.shape, scale)
 
 
-def test_threads_change_nothing_and_without_a_compiler_it_is_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_change_nothing_and_without_a_compiler_it_is_the_formula() -> None:
     x, before, found = torch.randn(64, 4096), torch.get_num_threads(), []
     try:
         for number in (1, 3):
@@ -67,6 +67,5 @@ def test_threads_change_nothing_and_without_a_compiler_it_is_the_formula(monkeyp
             found.append(torch.ops.fp8_compile.quantize_inputs(x, None))
     finally:
         torch.set_num_threads(before)
-    monkeypatch.setattr(fp8_inputs, "library", lambda: None)
-    for one, two, three in zip(*found, torch.ops.fp8_compile.quantize_inputs(x, None)):
+    for one, two, three in zip(*found, torch.ops.fp8_compile.quantize_inputs_formula(x, None)):
         assert torch.equal(one.float(), two.float()) and torch.equal(one.float(), three.float())

@@ -47,5 +47,5 @@ def test_scales_of_rows_go_with_their_groups() -> None:
 @pytest.mark.parametrize("offsets", [[4, 2, 6], [2, 4, 9], [-1, 4, 6]], ids=["falling", "too far", "negative"])
 def test_offsets_that_are_no_bounds_of_groups_are_refused(offsets: list[int]) -> None:
     left, right, one = whole_numbers(6, 5), whole_numbers(3, 5, 4), torch.ones(1, 1)
-    with pytest.raises(ValueError, match=r"must not fall, and not exceed the number of tokens, 6; got \["):
+    with pytest.raises(RuntimeError, match=r"must not fall, and not exceed the number of tokens, 6; got \["):
         scaled_grouped_mm(left, right, torch.tensor(offsets), one, one, torch.float32)

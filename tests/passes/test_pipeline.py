@@ -82,7 +82,8 @@ def test_the_passes_run_in_order(target: str, lowered: list[str]) -> None:
 
 
 REWRITE = ["RewriteMatmuls", "ShareQuantizes"]
-ON_CPU = ["DropRecomputeCopies", "CallCpuKernels", "FuseDelayedQuantizes", "DecomposeSingleRow", "UpdateInPlace"]
+ON_CPU = ["DropRecomputeCopies", "CallCpuKernels", "FuseDelayedQuantizes", "QuantizeInGemm", "DecomposeSingleRow"]
+ON_CPU += ["UpdateInPlace"]
 ON_GPU = ["LaunchQuantizes", "FuseCasts", "RelayoutBytes", "FlagOverflowInPlace"]
 
 

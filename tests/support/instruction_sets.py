@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import pathlib
 import shutil
+from collections.abc import Iterator
 
 import pytest
 
-from fp8_compile.kernels.cpu import isa, library
+from fp8_compile.kernels.cpu import isa, library, operations
 
 USED = "used"  # the best that this CPU has, with all that it wants: products and tables of bytes
 # Each of the others without such extras, but emulated AMX: CPUs with AMX have them.
@@ -18,7 +19,7 @@ if (emulated := RUNNABLE.get("amx_emulated")) is not None:
 RUNNABLE[USED] = isa.candidates()[0]
 
 
-def kernels_for(name: str) -> ctypes.CDLL:
+def kernels_for(name: str) -> library.Library:
     """The kernels with the instructions of a name in ``RUNNABLE``."""
     loaded = library.load(library.cpp_compiler(), RUNNABLE[name])
     if not loaded.fp8_probe():
@@ -26,9 +27,23 @@ def kernels_for(name: str) -> ctypes.CDLL:
     return loaded
 
 
+@contextlib.contextmanager
+def using(name: str) -> Iterator[library.Library]:
+    """The operations call the kernels of a name in ``RUNNABLE``."""
+    loaded, usual = kernels_for(name), library.library()
+    assert usual is not None and operations.registered()
+    operations.use(loaded)
+    try:
+        yield loaded
+    finally:
+        operations.use(usual)
+
+
 def share_kernels(cache: pathlib.Path) -> None:
-    """Put this process's kernels into another cache folder: who uses it is spared their compilation."""
+    """Put this process's kernels and operations into another cache folder: who uses it is spared their compilation."""
     loaded = library.library()
-    assert loaded is not None
+    assert loaded is not None and operations.registered()
     (folder := cache / "fp8_compile" / "kernels").mkdir(mode=0o700, parents=True, exist_ok=True)
-    shutil.copy(loaded._name, folder)
+    for one in (loaded, operations._operations()):
+        assert one is not None
+        shutil.copy(one._name, folder)

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
-from instruction_sets import RUNNABLE, kernels_for
+from instruction_sets import RUNNABLE, using
 
 from fp8_compile.kernels import fp8_weight as plain
-from fp8_compile.kernels.cpu import fp8_weight
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @pytest.fixture(params=RUNNABLE)
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    loaded = kernels_for(request.param)
-    monkeypatch.setattr(fp8_weight, "library", lambda: loaded)
-    return request.param
+def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
+    with using(request.param):
+        yield request.param
 
 
 def given(m: int, n: int, k: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -30,7 +29,7 @@ def given(m: int, n: int, k: int, dtype: torch.dtype) -> tuple[torch.Tensor, tor
 def check(m: int, n: int, k: int, dtype: torch.dtype) -> None:
     x, codes, scales, bias = given(m, n, k, dtype)
     for added in (None, bias):
-        y = fp8_weight.product(x, codes, scales, added)
+        y = plain.mm_op(x, codes, scales, added)
         exact = (x.double() @ codes.double().t()) * scales.double() + (0 if added is None else added.double())
         size = (x.double().abs() @ codes.double().abs().t()) * scales.double() + 1e-30
         rounding = torch.finfo(dtype).eps / 2 * exact.abs() if dtype != torch.float32 else 0
@@ -48,7 +47,7 @@ def test_inf_and_nan_reach_the_rows_that_have_them(kernels: str, m: int) -> None
     for dtype in DTYPES:
         x, codes, scales, _ = given(m, 40, 70, dtype)
         x[1, 69] = math.inf
-        y = fp8_weight.product(x, codes, scales, None)
+        y = plain.mm_op(x, codes, scales, None)
         assert not y[1].isfinite().all() and y[0].isfinite().all()
 
 
@@ -58,18 +57,24 @@ def test_strided_rows_and_the_op_itself() -> None:
     for rows in (x, wide[:, :64], wide[:, ::2], wide.t()[:64].t()):
         found = torch.ops.fp8_compile.fp8_mm(rows, codes, scales, bias)
         torch.testing.assert_close(found, plain.product(rows, codes, scales, bias), rtol=0.02, atol=0.02)
-        assert torch.equal(found, fp8_weight.product(rows.contiguous(), codes, scales, bias))
+        assert torch.equal(found, plain.mm_op(rows.contiguous(), codes, scales, bias))
 
 
-def test_results_do_not_depend_on_threads_and_without_a_compiler_it_is_the_formula(monkeypatch) -> None:
+def test_results_do_not_depend_on_threads_and_without_a_compiler_it_is_the_formula() -> None:
     x, codes, scales, bias = given(30, 200, 300, torch.float32)
     before, found = torch.get_num_threads(), []
     try:
         for number in (1, 2, 3):
             torch.set_num_threads(number)
-            found.append(fp8_weight.product(x, codes, scales, bias))
+            found.append(plain.mm_op(x, codes, scales, bias))
     finally:
         torch.set_num_threads(before)
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
-    monkeypatch.setattr(fp8_weight, "library", lambda: None)
-    assert torch.equal(fp8_weight.product(x, codes, scales, bias), plain.product(x, codes, scales, bias))
+    without = torch.ops.fp8_compile.fp8_mm_formula(x, codes, scales, bias)
+    assert torch.equal(without, plain.product(x, codes, scales, bias))
+
+
+def test_what_there_is_no_kernel_for_is_the_formula() -> None:
+    x, codes, scales, bias = given(5, 40, 64, torch.float32)
+    for rows, weight in ((x.double(), codes), (x, codes.to(torch.float8_e5m2))):
+        assert torch.equal(plain.mm_op(rows, weight, scales, bias), plain.product(rows, weight, scales, bias))

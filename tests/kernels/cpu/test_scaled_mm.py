@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from instruction_sets import RUNNABLE, kernels_for
+from instruction_sets import RUNNABLE, using
 from torch import Tensor
 
 from fp8_compile.kernels import scaled_mm as plain
@@ -24,19 +24,16 @@ from fp8_compile.kernels.quantize import spread
 FORMATS = (E4M3.dtype, E5M2.dtype)
 LAYOUTS = ("rows", "columns", "strided")
 SCALES = ("tensor", "rows", "tiles")
+SCALED_MM = scaled_mm.scaled_mm_op
 LARGEST_ERROR = 1e-6  # of the whole result, by its norm
 
 
 @pytest.fixture(params=RUNNABLE)
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The gemm with the instructions of the parameter."""
-    use(request.param, monkeypatch)
-    return request.param
-
-
-def use(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded = kernels_for(name)
-    monkeypatch.setattr(scaled_mm, "library", lambda: loaded)
+    with using(request.param) as loaded:
+        monkeypatch.setattr(scaled_mm, "library", lambda: loaded)  # of scaled_mm_add_
+        yield request.param
 
 
 def matrix(rows: int, cols: int, dtype: torch.dtype, layout: str, seed: int) -> Tensor:
@@ -74,10 +71,12 @@ def exact(left: Tensor, right: Tensor, scale_left: Tensor, scale_right: Tensor) 
     return scaled(left, scale_left) @ scaled(right, scale_right)
 
 
-def check(m: int, n: int, k: int, formats: tuple, layouts: tuple[str, str], kind: str, seed: int = 0) -> Tensor:
+def check(
+    m: int, n: int, k: int, formats: tuple, layouts: tuple[str, str], kind: str, seed: int = 0, op=SCALED_MM
+) -> Tensor:
     left, right = matrix(m, k, formats[0], layouts[0], seed), matrix(k, n, formats[1], layouts[1], seed + 1)
     scales = scales_of(m, n, k, kind, seed)
-    y = scaled_mm.scaled_mm_op(left, right, *scales, None, torch.float32)
+    y = op(left, right, *scales, None, torch.float32)
     expected = exact(left, right, *scales)
     assert y.shape == (m, n) and y.dtype == torch.float32
     # Where a sum cancels out there are no more digits than its terms have: its usual size counts then.
@@ -244,7 +243,7 @@ def test_a_forked_child_computes_instead_of_waiting_for_threads_that_are_gone() 
 
 def test_without_a_compiler_it_is_the_plain_formula(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scaled_mm, "library", lambda: None)
-    y = check(9, 10, 140, FORMATS, ("rows", "columns"), "tiles")
+    y = check(9, 10, 140, FORMATS, ("rows", "columns"), "tiles", op=torch.ops.fp8_compile.scaled_mm_formula)
     assert y.isfinite().all()
     left, right = matrix(9, 20, E4M3.dtype, "rows", 1), matrix(20, 10, E4M3.dtype, "columns", 2)
     scales = scales_of(9, 10, 20, "rows", 0)
@@ -255,7 +254,7 @@ def test_without_a_compiler_it_is_the_plain_formula(monkeypatch: pytest.MonkeyPa
 
 def test_accumulating_into_scattered_rows_is_refused() -> None:
     one, left, right = torch.ones(1, 1), torch.ones(4, 4).to(E4M3.dtype), torch.ones(4, 4).to(E4M3.dtype)
-    with pytest.raises(ValueError, match="rows that are contiguous"):
+    with pytest.raises(RuntimeError, match="rows that are contiguous"):
         scaled_mm.scaled_mm_add_(torch.zeros(4, 8)[:, ::2], left, right, one, one)
 
 

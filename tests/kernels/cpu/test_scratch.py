@@ -35,7 +35,7 @@ GROWTH = """
 import ctypes, torch
 from fp8_compile import quantize_nvfp4
 from fp8_compile.kernels import fp8_weight as plain
-from fp8_compile.kernels.cpu import fp8_weight, library, nvfp4, scaled_mm
+from fp8_compile.kernels.cpu import nvfp4, operations, scaled_mm
 from fp8_compile.kernels.formats import E4M3
 
 class Info(ctypes.Structure):
@@ -53,12 +53,12 @@ packed = (*nvfp4.interleave(weight.codes, weight.block_scales), weight.global_sc
 q, one = x.to(E4M3.dtype), torch.ones(1, 1)
 products = {
     "fp8 by fp8": lambda: scaled_mm.scaled_mm_op(q, codes.t(), one, one, None, torch.float32),
-    "fp8 weight": lambda: fp8_weight.product(x, codes, scales, None),
-    "fp8 weight, bf16": lambda: fp8_weight.product(x.bfloat16(), codes, scales, None),
+    "fp8 weight": lambda: plain.mm_op(x, codes, scales, None),
+    "fp8 weight, bf16": lambda: plain.mm_op(x.bfloat16(), codes, scales, None),
     "nvfp4 prefill": lambda: nvfp4.matmul(x, *packed),
-    "a row": lambda: fp8_weight.product(x[:1], codes, scales, None),
+    "a row": lambda: plain.mm_op(x[:1], codes, scales, None),
 }
-library.library()
+operations.registered()
 before = start = used()
 for name, product in products.items():
     product()

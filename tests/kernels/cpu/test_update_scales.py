@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fp8_compile.kernels import delayed_scaling as plain
 from fp8_compile.kernels.cpu import update_scales
-from fp8_compile.kernels.cpu.library import library
+from fp8_compile.kernels.cpu.operations import registered
 from fp8_compile.kernels.formats import E4M3, E4M3_FNUZ, E5M2
 
 FORMATS = (E4M3, E5M2, E4M3_FNUZ)
@@ -34,11 +34,11 @@ class State:
         self.counts = torch.zeros(plain.STEADY + 1, slots, dtype=torch.int32)
         self.counts[plain.MARGIN] = torch.arange(slots) % 9 - 2
 
-    def step(self, recorded: torch.Tensor, *rule: Any) -> None:
+    def step(self, recorded: torch.Tensor, *rule: Any, op: Any = plain.update_in_place_op) -> None:
         """Update, and compare all that was written with the reference."""
         expected = plain.update(self.history, self.scales, self.counts, recorded, *rule)
         given_amaxes, known = recorded.clone(), torch.full_like(self.scales, math.nan)
-        update_scales.update_scales(given_amaxes, self.history, self.scales, self.counts, known, *rule)
+        op(given_amaxes, self.history, self.scales, self.counts, known, *rule)
         for name, found, wanted in zip(("history", "scales", "counts"), self.tensors, expected, strict=True):
             assert torch.equal(found.view(torch.int32), wanted.view(torch.int32)), name
         looked_at = self.counts[plain.LOOK] != 0
@@ -60,7 +60,7 @@ def some_amaxes(slots: int, generator: torch.Generator) -> torch.Tensor:
 
 
 def test_there_is_a_compiler_so_that_the_tests_below_compare_two_things() -> None:
-    assert library() is not None
+    assert registered()
 
 
 @each_format
@@ -119,11 +119,11 @@ def test_a_page_without_slots_is_left_alone() -> None:
 
 
 @each_algorithm
-def test_without_a_compiler_the_reference_runs(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(update_scales, "library", lambda: None)
+def test_without_a_compiler_the_reference_runs(algorithm: str) -> None:
     generator, state = torch.Generator().manual_seed(3), State(20, 5)
     for _ in range(12):
-        state.step(some_amaxes(20, generator), 448.0, algorithm, 2)
+        without = torch.ops.fp8_compile.update_scales__formula
+        state.step(some_amaxes(20, generator), 448.0, algorithm, 2, op=without)
 
 
 def test_the_operation_of_a_cpu_is_the_c_plus_plus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,3 +136,17 @@ def test_the_operation_of_a_cpu_is_the_c_plus_plus(monkeypatch: pytest.MonkeyPat
     assert all(torch.equal(found, wanted) for found, wanted in zip(state.tensors, expected))
     assert torch.equal(known, state.scales)
     assert [tensor._version for tensor in state.tensors] == versions
+
+
+@pytest.mark.parametrize("name", ["record_amaxes_", "accumulate_amaxes_"])
+def test_amaxes_are_recorded_as_the_formula_does(name: str) -> None:
+    """Absent slots, two records of one slot, a NaN that stays, and nothing at all."""
+    values = [0.0, 1e-45, 3.0, math.inf, math.nan, 2.0, 7.0]
+    recorded = [torch.full(shape, value) for shape, value in zip(((), (1,), (1, 1)) * 3, values)]
+    for rows in ([0, 1, 2, 3, 4, 5, 6], [0, 0, 2, 2, 4, 4, 0], []):
+        start = torch.tensor([plain.ABSENT, 5.0, 1.0, math.nan, 0.0, plain.ABSENT, math.inf, 4.0])
+        found, expected = start.clone(), start.clone()
+        for op, table in ((name, found), (f"{name}_formula", expected)):
+            getattr(torch.ops.fp8_compile, op)(table, recorded[: len(rows)], rows)
+        assert torch.equal(found.view(torch.int32), expected.view(torch.int32)), rows
+        assert found._version == 0, "autograd may have saved it"

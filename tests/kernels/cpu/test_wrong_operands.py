@@ -1,4 +1,4 @@
-"""Every operation that gives pointers to C++ refuses what does not fit, by name, and never crashes.
+"""Every operation in C++ refuses what does not fit, by name, and never crashes. Without a compiler it says the same.
 
 A table: for each operation a call that works, and from it calls that are wrong in one argument each. The calls of an
 operation are made in a process of their own, so that a crash is the failure of its test and not the end of all.
@@ -16,8 +16,15 @@ import torch
 from torch import Tensor
 
 from fp8_compile.kernels import delayed_scaling, experts, fp8_inputs, fp8_weight  # noqa: F401  define operations
-from fp8_compile.kernels.cpu import nvfp4, quantize, scaled_grouped_mm, scaled_mm, update_scales  # noqa: F401
-from fp8_compile.kernels.cpu.library import library
+from fp8_compile.kernels.cpu import (  # noqa: F401
+    nvfp4,
+    quantize,
+    quantize_mm,
+    scaled_grouped_mm,
+    scaled_mm,
+    update_scales,  # noqa: F401
+)
+from fp8_compile.kernels.cpu.operations import registered
 from fp8_compile.kernels.nvfp4 import ops  # noqa: F401
 
 M, K, N, E = 5, 160, 24, 3
@@ -35,6 +42,15 @@ def nibbles(*shape: int) -> Tensor:
 # Name -> a call that works: its arguments by name.
 CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     "scales": lambda: {"x": torch.ones(M, K), "dtype": E4M3, "block": [1, -1]},
+    "quantize": lambda: {"x": torch.ones(M, K), "dtype": E4M3, "block": [1, -1]},
+    "quantize_mm": lambda: {
+        "x": torch.ones(M, K), "scale": torch.ones(()), "weight": fp8(N, K), "weight_scale": torch.ones(1, N),
+        "bias": torch.ones(N), "e5m2": False, "rows": True,
+    },
+    "quantize_delayed_mm": lambda: {
+        "x": torch.ones(M, K), "quant_scale": torch.ones(1, 1), "weight": fp8(N, K), "weight_scale": torch.ones(1, N),
+        "bias": torch.ones(N), "e5m2": False,
+    },
     "cast": lambda: {"x": torch.ones(M, K), "quant_scale": torch.ones(M, 1), "dtype": E4M3, "block": [1, -1]},
     "quantize_delayed": lambda: {
         "x": torch.ones(M, K), "quant_scale": torch.ones(1, 1), "dtype": E5M2, "wanted": True,
@@ -67,6 +83,10 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
         "counts": torch.zeros(10, 7, dtype=torch.int32), "known": torch.ones(2, 7), "largest": 448.0,
         "algorithm": "max", "interval": 1,
     },
+    **{
+        op: lambda: {"amaxes": torch.ones(7), "recorded": [torch.ones(()), torch.ones(1, 1)], "rows": [3, 0]}
+        for op in ("record_amaxes_", "accumulate_amaxes_")
+    },
 }  # fmt: skip
 # What else is wrong in an operation: argument, what is wrong, its value.
 MORE: dict[str, list[tuple[str, str, Any]]] = {
@@ -80,6 +100,15 @@ MORE: dict[str, list[tuple[str, str, Any]]] = {
         ("dtype", "another chip's", torch.float8_e4m3fnuz),
     ],
     "quantize_delayed": [("dtype", "no FP8", BF16)],
+    "quantize_delayed_mm": [
+        ("weight", "in high precision, with a scale", torch.ones(N, K)),
+        ("weight_scale", "none, of FP8", None),
+    ],
+    "quantize_mm": [
+        ("weight", "in high precision, with a scale", torch.ones(N, K)),
+        ("weight_scale", "none, of FP8", None),
+        ("e5m2", "not that of a known scale", True),
+    ],
     "scaled_mm": [
         ("scale_left", "of other tiles", torch.ones(M, 3)),
         ("scale_left", "of none", torch.ones(M, 0)),
@@ -123,17 +152,32 @@ MORE: dict[str, list[tuple[str, str, Any]]] = {
         ("algorithm", "unknown", "least"),
         ("largest", "of no format", 100.0),
     ],
+    **{
+        op: [
+            ("amaxes", "strides", torch.ones(14)[::2]),
+            ("recorded", "dtype", [torch.ones(()), torch.ones((), dtype=BF16)]),
+            ("recorded", "shape", [torch.ones(2), torch.ones(())]),
+            ("recorded", "fewer", [torch.ones(())]),
+            ("rows", "too far", [0, 7]),
+            ("rows", "negative", [-1, 0]),
+            ("rows", "fewer", [0]),
+        ]
+        for op in ("record_amaxes_", "accumulate_amaxes_")
+    },
 }
 # What is not wrong, though it is different.
 ALLOWED = {
-    ("scales", "x", "device"),  # the only tensor
-    *((op, "x", what) for op in ("scales", "quantize_inputs", "cast") for what in ("shorter", "longer", "nothing")),
+    *((op, "x", "device") for op in ("scales", "quantize")),  # the only tensor
+    *((op, "x", what) for op in ("scales", "quantize", "cast") for what in ("shorter", "longer", "nothing")),
+    *(("quantize_inputs", "x", what) for what in ("shorter", "longer", "nothing")),
     *(("update_scales_", "history", what) for what in ("shorter", "longer")),
     *((op, "x", "shorter") for op in ("nvfp4_mm", "nvfp4_experts_mm")),  # K of the weight is a multiple of 16
     *(("quantize_delayed", "x", f"{what} dimensions") for what in ("more", "fewer")),
     *(("quantize_delayed", "x", what) for what in ("shorter", "longer", "nothing")),
-    ("quantize_delayed", "quant_scale", "fewer dimensions"),
+    *((op, "quant_scale", "fewer dimensions") for op in ("quantize_delayed", "quantize_delayed_mm")),
     ("scaled_mm", "scale_left", "shorter"),  # one scale per row
+    *((op, "amaxes", what) for op in ("record_amaxes_", "accumulate_amaxes_") for what in ("shorter", "longer")),
+    *((op, "amaxes", "device") for op in ("record_amaxes_", "accumulate_amaxes_")),  # the only tensor but for a list
 }
 
 
@@ -162,20 +206,31 @@ def wrong_calls(op: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
         yield name, what, {**CALLS[op](), name: wrong}
 
 
-def problem_of(op: str, name: str, given: dict[str, Any]) -> str | None:
-    """What is wrong with how the operation refuses this; None if nothing is."""
+def refusal(op: str, given: dict[str, Any]) -> str | None:
+    """What the operation says; None if it takes the arguments."""
     try:
         getattr(torch.ops.fp8_compile, op)(*given.values())
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
-        message = str(error)
-        for part in (f"fp8_compile::{op}:", "xpected", "got"):
-            if part not in message:
-                return f"does not say {part!r}: {message}"
-        # The size of one tensor is held against another's, which may be the one that is named.
-        return None if any(re.search(rf"\b{other}\b", message) for other in given) else f"names no argument: {message}"
+    except RuntimeError as error:
+        return str(error)
     except BaseException as error:
-        return f"is a {type(error).__name__}: {error}"
-    return "is not refused"
+        return f"a {type(error).__name__}: {error}"
+    return None
+
+
+def problem_of(op: str, given: dict[str, Any]) -> str | None:
+    """What is wrong with how the operation refuses this; None if nothing is."""
+    message = refusal(op, given)
+    if message is None:
+        return "is not refused"
+    for part in (f"fp8_compile::{op}:", "xpected", "got"):
+        if part not in message:
+            return f"does not say {part!r}: {message}"
+    # The size of one tensor is held against another's, which may be the one that is named.
+    if not any(re.search(rf"\b{other}\b", message) for other in given):
+        return f"names no argument: {message}"
+    on_meta = any(isinstance(one, Tensor) and one.is_meta for one in given.values())  # refused before it is chosen
+    without = message if on_meta else refusal(f"{op}_formula", given)
+    return None if without == message else f"without a compiler says {without!r} instead of {message!r}"
 
 
 def in_a_process(run: Callable[[], list[str]]) -> list[str]:
@@ -200,7 +255,7 @@ def in_a_process(run: Callable[[], list[str]]) -> list[str]:
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels() -> None:
-    if library() is None:
+    if not registered():
         pytest.skip("there is no C++ without a compiler")
 
 
@@ -210,7 +265,7 @@ def test_an_operation_takes_what_is_right_and_refuses_what_is_wrong_by_name(op: 
         getattr(torch.ops.fp8_compile, op)(*CALLS[op]().values())
         for name, what, given in wrong_calls(op):
             yield f"{name}, {what}: not answered"  # the last line, if it crashes
-            yield f"{name}, {what}: {problem_of(op, name, given) or 'ok'}"
+            yield f"{name}, {what}: {problem_of(op, given) or 'ok'}"
         yield "end"
 
     lines = in_a_process(run)  # type: ignore[arg-type]
@@ -219,11 +274,11 @@ def test_an_operation_takes_what_is_right_and_refuses_what_is_wrong_by_name(op: 
 
 
 def test_every_operation_that_runs_c_is_in_the_table() -> None:
-    """Those that have a kernel for the CPU alone, or whose function looks for one of ours."""
+    """Those that have a kernel for the CPU alone, which is there once one of them was called."""
     names = {name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("fp8_compile::")}
     for_cpu = {name for name in names if torch._C._dispatch_has_kernel_for_dispatch_key(f"fp8_compile::{name}", "CPU")}
     products = {name for name in names if name.endswith("_mm") and not name.startswith("cublaslt")}
-    assert for_cpu | products | {"quantize_inputs"} <= set(CALLS)
+    assert for_cpu | products | {"quantize_inputs"} == set(CALLS)
 
 
 def test_block_scales_of_any_k_give_the_products_and_of_none_zeros() -> None:

@@ -80,14 +80,15 @@ def test_a_tensor_that_is_saved_in_fp8_stays_in_fp8() -> None:
     assert before_types == after_types
     assert after_types.count(torch.float8_e4m3fn) == 2
     saved = [node for node in after.output_node().args[0] if node.meta["val"].dtype in FP8]
-    assert {op_name(node) for node in saved} == {"cast"}
+    assert {op_name(node.args[0]) for node in saved} == {"quantize"}
 
 
 def test_each_tensor_is_cast_once_in_each_half() -> None:
     """Forward casts two inputs and two weights; backward two gradients, and the weights again, which are not saved."""
     made = halves()
     forward, backward = called(made.forward)[0], called(made.backward)[0]
-    assert (ops(forward)["cast"], ops(backward)["cast"]) == (4, 4)
+    assert (ops(forward)["quantize"], ops(backward)["quantize"]) == (2, 2)
+    assert (ops(forward)["cast"], ops(backward)["cast"]) == (2, 2), "by scales that backward needs, and that it has"
 
 
 def test_golden_of_a_forward_graph() -> None:
@@ -99,21 +100,19 @@ primals_4: f32[32, 70]
 scales: (f32[1, 1], f32[1, 1]) = scales(primals_4, e4m3, [-1, -1])
 scales_1: (f32[1, 1], f32[1, 1]) = scales(primals_1, e4m3, [-1, -1])
 view: f32[18, 32] = view(primals_3, [18, 32])
-scales_2: (f32[1, 1], f32[1, 1]) = scales(view, e4m3, [-1, -1])
-cast: e4m3[18, 32] = cast(view, scales_2[0], e4m3, [-1, -1])
-cast_1: e4m3[70, 32] = cast(primals_1, scales_1[0], e4m3, [-1, -1])
-scaled_mm: f32[18, 70] = scaled_mm(cast, cast_1.T, scales_2[1], scales_1[1].T, primals_2, f32)
+quantize: (e4m3[18, 32], f32[1, 1]) = quantize(view, e4m3, [-1, -1])
+cast: e4m3[70, 32] = cast(primals_1, scales_1[0], e4m3, [-1, -1])
+scaled_mm: f32[18, 70] = scaled_mm(quantize[0], cast.T, quantize[1], scales_1[1].T, primals_2, f32)
 view_1: f32[2, 9, 70] = view(scaled_mm, [2, 9, 70])
 relu: f32[2, 9, 70] = relu(view_1)
 view_2: f32[18, 70] = view(relu, [18, 70])
-scales_3: (f32[1, 1], f32[1, 1]) = scales(view_2, e4m3, [-1, -1])
-cast_2: e4m3[18, 70] = cast(view_2, scales_3[0], e4m3, [-1, -1])
-cast_3: e4m3[32, 70] = cast(primals_4, scales[0], e4m3, [-1, -1])
-scaled_mm_1: f32[18, 32] = scaled_mm(cast_2, cast_3.T, scales_3[1], scales[1].T, None, f32)
+quantize_1: (e4m3[18, 70], f32[1, 1]) = quantize(view_2, e4m3, [-1, -1])
+cast_1: e4m3[32, 70] = cast(primals_4, scales[0], e4m3, [-1, -1])
+scaled_mm_1: f32[18, 32] = scaled_mm(quantize_1[0], cast_1.T, quantize_1[1], scales[1].T, None, f32)
 view_3: f32[2, 9, 32] = view(scaled_mm_1, [2, 9, 32])
 le: b8[2, 9, 70] = le(relu, 0)
-return view_3, primals_1, primals_4, scales_2[1], cast, scales_1[0], scales_1[1], scales_3[1], cast_2, scales[0],
-    scales[1], le
+return view_3, primals_1, primals_4, quantize[1], quantize[0], scales_1[0], scales_1[1], quantize_1[1],
+    quantize_1[0], scales[0], scales[1], le
 """)
 
 
@@ -132,20 +131,20 @@ add_tensor_3: f32[1, 1]
 le: b8[2, 9, 70]
 tangents_1: f32[2, 9, 32]
 view: f32[18, 32] = view(tangents_1, [18, 32])
-scales: (f32[1, 1], f32[1, 1]) = scales(view, e5m2, [-1, -1])
-cast: e5m2[18, 32] = cast(view, scales[0], e5m2, [-1, -1])
-scaled_mm: f32[32, 70] = scaled_mm(cast.T, convert_element_type_default_2, scales[1].T, add_tensor_2, None, f32)
-cast_1: e4m3[32, 70] = cast(primals_4, mul_tensor_9, e4m3, [-1, -1])
-scaled_mm_1: f32[18, 70] = scaled_mm(cast, cast_1, scales[1], add_tensor_3, None, f32)
+quantize: (e5m2[18, 32], f32[1, 1]) = quantize(view, e5m2, [-1, -1])
+scaled_mm: f32[32, 70] = scaled_mm(quantize[0].T, convert_element_type_default_2, quantize[1].T, add_tensor_2, None,
+    f32)
+cast: e4m3[32, 70] = cast(primals_4, mul_tensor_9, e4m3, [-1, -1])
+scaled_mm_1: f32[18, 70] = scaled_mm(quantize[0], cast, quantize[1], add_tensor_3, None, f32)
 view_1: f32[2, 9, 70] = view(scaled_mm_1, [2, 9, 70])
 full: f32[] = full([], 0.0, dtype=f32, layout=torch.strided, device=cpu)
 where: f32[2, 9, 70] = where(le, full, view_1)
 view_2: f32[18, 70] = view(where, [18, 70])
-scales_1: (f32[1, 1], f32[1, 1]) = scales(view_2, e5m2, [-1, -1])
-cast_2: e5m2[18, 70] = cast(view_2, scales_1[0], e5m2, [-1, -1])
-cast_3: e4m3[70, 32] = cast(primals_1, mul_tensor_3, e4m3, [-1, -1])
-scaled_mm_2: f32[18, 32] = scaled_mm(cast_2, cast_3, scales_1[1], add_tensor_1, None, f32)
-scaled_mm_3: f32[70, 32] = scaled_mm(cast_2.T, convert_element_type_default, scales_1[1].T, add_tensor, None, f32)
+quantize_1: (e5m2[18, 70], f32[1, 1]) = quantize(view_2, e5m2, [-1, -1])
+cast_1: e4m3[70, 32] = cast(primals_1, mul_tensor_3, e4m3, [-1, -1])
+scaled_mm_2: f32[18, 32] = scaled_mm(quantize_1[0], cast_1, quantize_1[1], add_tensor_1, None, f32)
+scaled_mm_3: f32[70, 32] = scaled_mm(quantize_1[0].T, convert_element_type_default, quantize_1[1].T, add_tensor,
+    None, f32)
 sum: f32[1, 70] = sum(view_2, [0], True)
 view_3: f32[70] = view(sum, [70])
 view_4: f32[2, 9, 32] = view(scaled_mm_2, [2, 9, 32])
