@@ -280,6 +280,7 @@ update_in_place_op = define(
     update_in_place,
     lambda *arguments: None,
     cpu="fp8_compile.kernels.cpu.update_scales:update_scales",
+    cuda="fp8_compile.kernels.gpu.update_scales:update_in_place",
 )
 record_in_place_op = define(
     f"record_amaxes_(Tensor(a!) amaxes, {_RECORD}) -> ()",

@@ -15,6 +15,7 @@ import fp8_compile.kernels.inductor  # noqa: F401  Inductor learns our operation
 from fp8_compile.torch_internals import patches
 from fp8_compile.torch_internals.aot import name_inputs
 from fp8_compile.torch_internals.custom_pass import CustomGraphPass
+from fp8_compile.torch_internals.graphs import remove_dead_nodes
 from fp8_compile.torch_internals.inductor import hash_of_files
 
 from . import invariants
@@ -108,9 +109,9 @@ class Pipeline(CustomGraphPass):
             report = one.run(graph)
             log.debug("%s %s: %s", phase, one.name, report)
             if report.changes:
-                graph.eliminate_dead_code()
-                graph.lint()
+                remove_dead_nodes(graph)
             if checked:
+                graph.lint()
                 gone.update(one.leaves_no)
                 invariants.check_graph(graph, one.name, gone)
             if self.observer:

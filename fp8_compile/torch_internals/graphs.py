@@ -35,9 +35,9 @@ def real_tensors() -> contextlib.AbstractContextManager[Any]:
     return unset_fake_temporarily()
 
 
-def fake_mode_of(tensors: Iterable[Any]) -> FakeTensorMode:
-    """The mode under which these fake tensors were made."""
-    mode = detect_fake_mode(list(tensors))
+def fake_mode_of(values: Iterable[Any]) -> FakeTensorMode:
+    """The mode under which the first fake tensor among these was made; without one, that of the graph being traced."""
+    mode = next((item.fake_mode for item in values if isinstance(item, FakeTensor)), None) or detect_fake_mode([])
     assert mode is not None, "tensors that are not fake"
     return mode
 
@@ -75,6 +75,24 @@ def argument_names(node: fx.Node) -> list[str]:
 
 def schema_of(op: OpOverload) -> Any:
     return op._schema
+
+
+def remove_dead_nodes(graph: fx.Graph) -> None:
+    """``graph.eliminate_dead_code()``, in a tenth of its time: that checks the whole graph first, and asks of every
+    node whether it has side effects, also of those that are used."""
+    from torch._guards import TracingContext
+    from torch._inductor import config
+
+    random_is_impure = config.fallback_random if TracingContext.try_get() else True
+    for node in reversed(graph.nodes):
+        if not node.users and not node.is_impure(random_is_impure):
+            graph.erase_node(node)
+    if graph.owning_module is not None:
+        subgraphs = {node.target for node in graph.find_nodes(op="get_attr")}
+        for name, child in graph.owning_module.named_children():
+            if name in subgraphs and isinstance(child, fx.GraphModule):
+                child.graph.eliminate_dead_code()
+                child.recompile()
 
 
 def python_dispatcher() -> contextlib.AbstractContextManager[None]:

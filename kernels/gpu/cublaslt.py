@@ -7,6 +7,9 @@ elsewhere); c, d: [M, N] bf16/fp16/fp32 with contiguous rows, c optional.
 
 cuBLASLt counts columns first. What it is asked for is therefore the transposed product, d^T = right^T @ left^T + c^T: a
 matrix that is stored row by row is, to cuBLASLt, its own transpose.
+
+This is the way that needs no compiler: each function of the library is called from Python. ``cublaslt_compiled.py``
+does the same in one call, in half the time (``benchmarks/host_time_gpu.py``).
 """
 
 from __future__ import annotations
@@ -35,13 +38,23 @@ DESC_TRANSA, DESC_TRANSB, DESC_EPILOGUE, DESC_BIAS_POINTER, DESC_BIAS_DATA_TYPE 
 DESC_A_SCALE_POINTER, DESC_B_SCALE_POINTER, DESC_FAST_ACCUM = 17, 18, 25
 PREF_MAX_WORKSPACE_BYTES, PREF_MIN_ALIGNMENT = 1, (5, 6, 7, 8)  # of A, B, C, D
 
-WORKSPACE_BYTES = 32 << 20  # what NVIDIA advises on Hopper and newer
+WORKSPACE_BYTES = 32 << 20  # at most: what NVIDIA advises on Hopper and newer
+LEAST_WORKSPACE_BYTES = 256  # for an algorithm that needs none
 MOST_ALIGNMENT = 256  # bytes; more makes no difference to the choice of a kernel
 MOST_PLANS = 1024  # that are remembered: a few for each layer of a model, some KB each
 
 
 class CublasLtError(RuntimeError):
     """A call that cuBLASLt refused."""
+
+
+def no_kernel(left: Tensor, right: Tensor, d: Tensor) -> CublasLtError:
+    """The error for a gemm that cuBLASLt knows no algorithm for."""
+    (m, k), n = left.shape, right.shape[1]
+    return CublasLtError(
+        f"cuBLASLt has no kernel for {m}x{n}x{k}, {left.dtype} by {right.dtype} to {d.dtype}, strides "
+        f"{tuple(left.stride())} and {tuple(right.stride())}"
+    )
 
 
 class _HeuristicResult(ctypes.Structure):
@@ -97,9 +110,10 @@ class CublasLt:
             None if bias is None else (bias.dtype, _alignment(bias)),
             fast_accumulation,
         )
-        workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=d.device)
         with self._lock:
             plan = self._known(key, operands, vectors, fast_accumulation)
+            size = max(plan.chosen.workspace_size, LEAST_WORKSPACE_BYTES)
+            workspace = torch.empty(size, dtype=torch.uint8, device=d.device)
             self._point_to(plan.description, vectors)
             a, b, c_, d_ = (ctypes.c_void_p(one.data_ptr()) for one in operands)
             layout_a, layout_b, layout_c, layout_d = plan.layouts
@@ -108,7 +122,7 @@ class CublasLt:
                 *(self._handle, plan.description, ctypes.byref(self._one), a, layout_a, b, layout_b),
                 *(ctypes.byref(self._zero if c is None else self._one), c_, layout_c, d_, layout_d),
                 ctypes.byref(plan.chosen.algo),
-                *(ctypes.c_void_p(workspace.data_ptr()), ctypes.c_size_t(WORKSPACE_BYTES), ctypes.c_void_p(stream)),
+                *(ctypes.c_void_p(workspace.data_ptr()), ctypes.c_size_t(size), ctypes.c_void_p(stream)),
             )
 
     def _known(self, key: Hashable, operands: tuple[Tensor, ...], vectors: _Vectors, fast_accumulation: bool) -> _Plan:
@@ -149,7 +163,6 @@ class CublasLt:
         self, description: ctypes.c_void_p, layouts: tuple[ctypes.c_void_p, ...], operands: tuple[Tensor, ...]
     ) -> _HeuristicResult:
         """The algorithm that the library thinks best."""
-        right, left, _, d = operands
         chosen, found = _HeuristicResult(), ctypes.c_int()
         with contextlib.ExitStack() as made:
             preference = self._make(made, "MatmulPreference")
@@ -163,11 +176,8 @@ class CublasLt:
                 *(self._handle, description, *layouts, preference, 1, ctypes.byref(chosen), ctypes.byref(found)),
             )
         if not found.value or chosen.state:
-            (m, k), n = left.shape, right.shape[1]
-            raise CublasLtError(
-                f"cuBLASLt has no kernel for {m}x{n}x{k}, {left.dtype} by {right.dtype} to {d.dtype}, strides "
-                f"{tuple(left.stride())} and {tuple(right.stride())}"
-            )
+            right, left, _, d = operands
+            raise no_kernel(left, right, d)
         return chosen
 
     def _make(self, made: contextlib.ExitStack, kind: str, *arguments: Any) -> ctypes.c_void_p:

@@ -26,8 +26,11 @@ from fp8_compile.kernels.define_op import define
 from fp8_compile.kernels.scaled_mm import scaled_mm
 
 from .cublaslt import CublasLt, CublasLtError
+from .cublaslt_compiled import CompiledCublasLt, fastest
 
 PROBE_SIZE = 64
+
+Library = CublasLt | CompiledCublasLt
 
 
 class Operands(NamedTuple):
@@ -50,13 +53,13 @@ def reference(given: Operands) -> Tensor:
     return (product if given.added is None else product + given.added).to(given.out_dtype)
 
 
-def by_cublaslt(library: CublasLt, given: Operands, y: Tensor) -> None:
+def by_cublaslt(library: Library, given: Operands, y: Tensor) -> None:
     """The formula with cuBLASLt, on the current stream."""
     if y.numel():
         library.multiply(
             *(given.left, given.right, given.scale_left, given.scale_right, given.bias, given.added, y),
             fast_accumulation=given.fast_accumulation,
-            stream=torch.cuda.current_stream(y.device).cuda_stream if y.is_cuda else 0,
+            stream=torch._C._cuda_getCurrentRawStream(y.device.index) if y.is_cuda else 0,
         )
 
 
@@ -77,10 +80,10 @@ def by_torch(given: Operands, y: Tensor) -> None:
 
 
 @functools.cache
-def library_of(device: int) -> CublasLt | None:
+def library_of(device: int) -> Library | None:
     """cuBLASLt on a device, once a small gemm there gave what torch's own gives; a warning says why not."""
     try:
-        library = CublasLt(ctypes.CDLL(f"libcublasLt.so.{(torch.version.cuda or '').partition('.')[0]}"))
+        library = fastest(ctypes.CDLL(f"libcublasLt.so.{(torch.version.cuda or '').partition('.')[0]}"))
         any_layout = torch.cuda.get_device_capability(device)[0] == 10
         check(library, torch.device("cuda", device), any_layout=any_layout)
         return library
@@ -97,7 +100,7 @@ def _warn(where: str, error: Exception) -> None:
     )
 
 
-def check(library: CublasLt, device: torch.device, *, any_layout: bool = False) -> None:
+def check(library: Library, device: torch.device, *, any_layout: bool = False) -> None:
     """Compute small gemms whose numbers are exact in bf16, with ``any_layout`` of all four kinds; ``CublasLtError`` if
     one of them is wrong."""
     numbers = torch.arange(PROBE_SIZE * PROBE_SIZE, device=device).view(PROBE_SIZE, PROBE_SIZE)

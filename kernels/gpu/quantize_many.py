@@ -36,6 +36,7 @@ from fp8_compile.kernels.fingerprint import PLACES, WIDTH
 from fp8_compile.kernels.formats import format_of
 
 from .fingerprint import sampled_fingerprint
+from .launch import Launch
 from .tile import VIA, largest_magnitude, loaded, magnitude_bits, record_amax, saturated
 
 # 64 x 64: a thread of four warps holds 32 elements, two 16-byte stores of each layout, and the rows of both outputs are
@@ -159,30 +160,25 @@ class _Launch:
     def __init__(self, matrices: Sequence[Matrix]) -> None:
         first = matrices[0]
         counts = [tiles(*one.x.shape) for one in matrices]
-        self.grid = (sum(counts),)
         self.kept = matrices  # the tables are numbers: something must keep the tensors
         device = first.x.device
         table = [[*found, *one.x.shape] for found, one in zip(addresses(matrices), matrices)]
         self.table = torch.tensor(table, dtype=torch.int64, device=device)
         self.first_tile = torch.tensor([0, *itertools.accumulate(counts)][:-1], dtype=torch.int64, device=device)
-        self.constants = {
-            "STEPS": (len(matrices) - 1).bit_length(),
-            "VIA": VIA[first.via],
-            "ALIGNED": first.aligned,
-            "BOTH": first.q_t is not None,
-            "LARGEST": format_of(first.q.dtype).max,
-            "BLOCK_R": BLOCK_R,
-            "BLOCK_C": BLOCK_C,
-            "PLACES": PLACES,
-            "WIDTH": WIDTH,
-        }
+        # The arguments of the kernel, but for CHECK and RECORD between these two.
+        steps, both = (len(matrices) - 1).bit_length(), first.q_t is not None
+        self._before = (
+            *(self.table, self.first_tile, first.x, first.q, len(matrices)),
+            *(steps, VIA[first.via], first.aligned, both),
+        )
+        self._after = (format_of(first.q.dtype).max, BLOCK_R, BLOCK_C, PLACES, WIDTH)
+        grid = (sum(counts), 1, 1)
+        self._launches = {how: Launch(grid, NUM_WARPS) for how in itertools.product((False, True), repeat=2)}
 
     def __call__(self, check: bool, record: bool) -> None:
-        first = self.kept[0]
-        arguments = (self.table, self.first_tile, first.x, first.q, len(self.kept))
-        how = {**self.constants, "CHECK": check, "RECORD": record}
-        with torch.cuda.device_of(first.x):  # Triton launches on the current device, wherever the tensors are
-            quantize_many_kernel[self.grid](*arguments, **how, num_warps=NUM_WARPS)
+        launch = self._launches[check, record]
+        with torch.cuda.device_of(self.table):  # Triton launches on the current device, wherever the tensors are
+            launch(quantize_many_kernel, *self._before, check, record, *self._after)
 
 
 def launches_for(matrices: Sequence[Matrix], before: QuantizeMany | None) -> QuantizeMany:

@@ -17,6 +17,7 @@ the scales that later updates leave alone, 0 where the tensor's own amax is to b
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -27,12 +28,14 @@ from torch import Tensor
 from fp8_compile.kernels.delayed_scaling import limits_of
 from fp8_compile.kernels.delayed_scaling import update as reference
 
+from .launch import Launch
 from .tile import reciprocal
 
-__all__ = ["ALGORITHMS", "reference", "update_scales", "update_scales_kernel"]
+__all__ = ["ALGORITHMS", "reference", "update_in_place", "update_scales", "update_scales_kernel"]
 
 ALGORITHMS = {"max": 0, "most_recent": 1, "p99": 2, "frozen": 3}
 BLOCK_ELEMENTS, NUM_WARPS = 1024, 4  # of the history at a time
+ALIGNMENT = 16  # bytes; Triton compiles one kernel for addresses that are a multiple, and another one for others
 
 
 @triton.jit
@@ -184,16 +187,42 @@ def update_scales(
 ) -> Tensor:
     """The update above, in place; ``known`` is returned."""
     known = torch.empty_like(scales)
-    slots, length = history.shape
-    grid, arguments = launch_arguments(slots, length, largest, algorithm, interval)
-    update_scales_kernel[grid](amaxes, history, scales, counts, known, **arguments, num_warps=NUM_WARPS)
+    update_in_place(amaxes, history, scales, counts, known, largest, algorithm, interval)
     return known
+
+
+def update_in_place(
+    amaxes: Tensor,
+    history: Tensor,
+    scales: Tensor,
+    counts: Tensor,
+    known: Tensor,
+    largest: float,
+    algorithm: str,
+    interval: int,
+) -> None:
+    """``fp8_compile::update_scales_`` on a GPU: one launch, which is prepared once for all states of one size."""
+    tensors = (amaxes, history, scales, counts, known)
+    aligned = tuple([tensor.data_ptr() % ALIGNMENT == 0 for tensor in tensors])
+    slots, length = history.shape
+    launch, scalars = _prepared(history.device, aligned, slots, length, largest, algorithm, interval)
+    with torch.cuda.device_of(history):  # Triton launches on the current device, wherever the tensors are
+        launch(update_scales_kernel, *tensors, *scalars)
+
+
+@functools.cache
+def _prepared(
+    device: torch.device, aligned: tuple[bool, ...], slots: int, length: int, *rule: Any
+) -> tuple[Launch, tuple[Any, ...]]:
+    """A launch for states that Triton compiles one kernel for, and the arguments that are not tensors."""
+    grid, arguments = launch_arguments(slots, length, *rule)
+    return Launch(grid, NUM_WARPS), tuple(arguments.values())
 
 
 def launch_arguments(
     slots: int, length: int, largest: float, algorithm: str, interval: int
 ) -> tuple[tuple[int, int, int], dict[str, Any]]:
-    """Grid and scalar arguments for a state of ``slots`` histories of ``length``."""
+    """Grid and scalar arguments, in their order, for a state of ``slots`` histories of ``length``."""
     length_pow2, limits = triton.next_power_of_2(length), limits_of(largest)
     arguments = {
         "slots": slots,

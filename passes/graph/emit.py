@@ -12,13 +12,15 @@ from typing import Any, Callable, Mapping, Sequence
 
 import torch
 from torch import fx
-from torch.fx.node import map_arg
+from torch.fx.node import map_aggregate, map_arg
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fp8_compile.torch_internals.graphs import fake_mode_of, python_dispatcher, trace, triton_launch
+from fp8_compile.torch_internals.fake_results import run_fake
+from fp8_compile.torch_internals.graphs import fake_mode_of, triton_launch
 
 from .arguments import arguments
 from .marks import KEY, Mark, inherited
+from .traced import Ref, traced
 
 # Not "partitioner_tag": where a node runs follows from what it reads.
 INHERITED = (
@@ -45,8 +47,7 @@ def emit(
 ) -> fx.Node:
     """Add ``op(*args, **kwargs)`` at the graph's insertion point, with the metadata of ``like``, ``tags`` and ``mark``.
     The new node belongs to the matmul that ``like`` belongs to, whatever ``mark`` says."""
-    with fake_mode(like), python_dispatcher():
-        result = op(*map_arg(args, value), **map_arg(kwargs, value))
+    result = run_fake(fake_mode(like), op, map_arg(args, value), map_arg(kwargs, value))
     return _add(graph, op, args, kwargs, result, like, tags, mark)
 
 
@@ -62,56 +63,16 @@ def inline(
 
     ``args`` are nodes or constants; what ``function`` returns (a tensor or a tuple of them) comes back as nodes.
     """
-    nodes = [arg for arg in args if isinstance(arg, fx.Node)]
-    key = _trace_key(function, args)
-    traced = _traces.get(key)
-    if traced is None:
-        traced = _trace(function, args, nodes, like)
-        if key is not None:
-            _traces[key] = traced
-    made: dict[fx.Node, Any] = dict(zip(traced.find_nodes(op="placeholder"), nodes))
-    for node in traced.nodes:
-        if node.op == "call_function":
-            new_args, new_kwargs = map_arg((node.args, node.kwargs), made.__getitem__)
-            made[node] = emit(graph, node.target, *new_args, like=like, tags=tags, mark=mark, **new_kwargs)
-        elif node.op == "output":
-            return map_arg(node.args[0], made.__getitem__)
-        elif node.op != "placeholder":
-            raise AssertionError(f"{function.__name__} left a {node.op} node {node.name} that can't be inlined")
-    raise AssertionError("an fx graph ends in an output node")
+    known = traced(function, args, fake_mode(like))
+    made = [arg for arg in args if isinstance(arg, fx.Node)]
 
+    def filled(leaf: Any) -> Any:
+        return made[leaf.index] if isinstance(leaf, Ref) else leaf
 
-# A model has many layers of few shapes: tracing a function once per shape, not once per layer, halves our passes' time.
-_traces: dict[Any, fx.Graph] = {}
-
-
-def _trace(function: Callable[..., Any], args: tuple[Any, ...], nodes: list[fx.Node], like: fx.Node) -> fx.Graph:
-    def on_tensors(*tensors: torch.Tensor) -> Any:
-        given = iter(tensors)
-        return function(*(next(given) if isinstance(arg, fx.Node) else arg for arg in args))
-
-    with fake_mode(like), python_dispatcher():
-        traced = trace(on_tensors, *map(value, nodes))
-    for node in traced.nodes:
-        node.meta = {}  # values belong to the graph that was traced for; each use computes its own
-    return traced
-
-
-def _trace_key(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """What a trace depends on; None where it is of use for this graph only, because a size is one of its symbols."""
-    parts: list[Any] = [function]
-    for arg in args:
-        if not isinstance(arg, fx.Node):
-            parts.append(tuple(arg) if isinstance(arg, list) else arg)
-            continue
-        tensor = value(arg)
-        sizes = (*tensor.shape, *tensor.stride())
-        if not all(isinstance(size, int) for size in sizes):
-            return None
-        parts.append((sizes, tensor.dtype, tensor.device))
-    if any(isinstance(part, torch.SymInt) for part in parts):
-        return None
-    return tuple(parts)
+    for op, op_args, op_kwargs in known.steps:
+        given, named = map_aggregate(op_args, filled), map_aggregate(op_kwargs, filled)
+        made.append(emit(graph, op, *given, like=like, tags=tags, mark=mark, **named))
+    return map_aggregate(known.result, filled)
 
 
 def _add(
@@ -124,7 +85,9 @@ def _add(
     tags: Mapping[str, Any] | None,
     mark: Mark | None,
 ) -> fx.Node:
-    node = graph.call_function(op, args, kwargs)
+    # Arguments afterwards: of what it is given at once, torch looks at every part, which takes longer than the rest.
+    node = graph.call_function(op)
+    node.args, node.kwargs = args, kwargs
     node.meta = {key: like.meta[key] for key in INHERITED if key in like.meta}
     if node.meta.get("recompute") in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE):
         del node.meta["recompute"]  # meant for the matmul, not for what is made on the way to it
@@ -192,10 +155,4 @@ def value(node: fx.Node) -> Any:
 
 def fake_mode(node: fx.Node) -> Any:
     """The mode under which values of this graph are computed."""
-    return fake_mode_of(_tensors(node))
-
-
-def _tensors(node: fx.Node) -> Sequence[Any]:
-    return [
-        other.meta["val"] for other in (node, *node.all_input_nodes) if isinstance(other.meta.get("val"), torch.Tensor)
-    ]
+    return fake_mode_of(other.meta.get("val") for other in (node, *node.all_input_nodes))

@@ -31,6 +31,7 @@ from ..graph.marks import AMAX, Kind, Mark, mark_of, marked, set_mark
 from ..graph.relayouts import saved_relayouts
 from ..graph.roles import is_backward
 from ..graph.slot import BACKWARD, FIELDS, FORWARD, FROZEN, STATS, SlotPool, buffer_name, state_of
+from ..graph.traced import passes_on
 from ..graph.update_rule import UpdateRule
 from ..graph_pass import GraphPass, PassReport
 
@@ -214,6 +215,7 @@ def _own_chain(amax: fx.Node) -> list[fx.Node]:
     return found
 
 
+@passes_on("row")
 def of_row(known: torch.Tensor, row: int) -> tuple[torch.Tensor, torch.Tensor]:
     """quant_scale and dequant_scale of a slot, [1, 1] each."""
     return known[QUANT, row].view(1, 1), known[DEQUANT, row].view(1, 1)

@@ -6,6 +6,8 @@ from typing import Callable
 
 from torch import fx
 
+from fp8_compile.torch_internals.graphs import remove_dead_nodes
+
 from ..graph.emit import NEVER_SAVED
 from ..graph.marks import set_mark
 from ..graph.roles import is_backward
@@ -55,7 +57,7 @@ class MultiplyPacked(GraphPass):
             set_mark(product.node, site=product.node.name, module=module, gemm="output")
             self.rows.append(product.row(self.names, module, self.target))
             product.replace(graph, self.target)
-        graph.eliminate_dead_code()  # lookups whose product was replaced
+        remove_dead_nodes(graph)  # lookups whose product was replaced
         lookups = look_up_packed(graph)
         for node in graph.nodes:
             if _dequantizes(node) and node.users and all(is_backward(user) for user in node.users):

@@ -10,6 +10,7 @@ from torch import fx
 from fp8_compile.kernels.cpu.quantize import cast_op, scales_op
 from fp8_compile.kernels.formats import BY_DTYPE
 from fp8_compile.kernels.quantize import is_tiled, quantize_op
+from fp8_compile.torch_internals.graphs import remove_dead_nodes
 
 from ..graph.arguments import arguments, input_of
 from ..graph.emit import emit, getitem, value
@@ -45,7 +46,7 @@ def _replace_casts(graph: fx.Graph) -> int:
                 q = emit(graph, cast_op, *_cast_inputs(node), *quantize_of(node), like=node)
             node.replace_all_uses_with(q)
             changes += 1
-    graph.eliminate_dead_code()
+    remove_dead_nodes(graph)
     return changes
 
 
@@ -61,7 +62,7 @@ def _replace_scales(graph: fx.Graph) -> int:
                 calls[key] = emit(graph, scales_op, x, *quantize_of(node), like=node)
         with graph.inserting_before(next_call(calls[key])):
             node.replace_all_uses_with(getitem(graph, calls[key], which))
-    graph.eliminate_dead_code()
+    remove_dead_nodes(graph)
     return len(calls)
 
 

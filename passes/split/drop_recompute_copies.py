@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import fx
 
+from fp8_compile.torch_internals.graphs import remove_dead_nodes
+
 from ..graph.marks import Kind, marked, source_of
 from ..graph_pass import GraphPass, PassReport
 
@@ -21,7 +23,7 @@ class DropRecomputeCopies(GraphPass):
         copies = [node for node in graph.nodes if _is_copy(node) and not any(map(_is_copy, node.users))]
         for copy in copies:
             copy.replace_all_uses_with(source_of(copy, Kind.RECOMPUTE_COPY))
-        graph.eliminate_dead_code()
+        remove_dead_nodes(graph)
         return PassReport(len(copies), "copies dropped that let the partitioner choose")
 
 

@@ -45,8 +45,7 @@ def _fuse(graph: fx.Graph, part: dict[int, fx.Node]) -> None:
     x, given = source_of(amax, Kind.SCALES), input_of(used, 1)  # where(given > 0, given, own)
     casts = [user for user in used.users if user.target is cast_op and user.args[0] is x]
     dtype, _ = quantize_of(used)
-    order = {node: index for index, node in enumerate(graph.nodes)}
-    with graph.inserting_before(next_call(max((x, given), key=order.__getitem__))):
+    with graph.inserting_before(next_call(max(x, given))):  # nodes are compared by their place in the graph
         all_of_it = emit(graph, quantize_delayed_op, x, given, dtype, bool(casts), like=used)
         q, *scales = (getitem(graph, all_of_it, index) for index in range(4))
     for cast in casts:

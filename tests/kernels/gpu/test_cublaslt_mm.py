@@ -1,14 +1,19 @@
-"""The gemm that adds and reads any layout, against FP64, by a stand-in for cuBLASLt that holds us to its manual."""
+"""The gemm that adds and reads any layout, against FP64, by a stand-in for cuBLASLt that holds us to its manual; called
+from C++ and from Python."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import functools
+import logging
 import pathlib
 import re
 import shutil
 import subprocess
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +22,12 @@ from torch._inductor import config as inductor_config
 from torch.utils.flop_counter import FlopCounterMode
 
 import fp8_compile.kernels.inductor  # noqa: F401  registers the lowering
-from fp8_compile.kernels.gpu import cublaslt, cublaslt_mm
+from fp8_compile.kernels.cpu.compiler import CompilationError
+from fp8_compile.kernels.gpu import cublaslt, cublaslt_compiled, cublaslt_mm
 from fp8_compile.kernels.gpu.cublaslt import CublasLt, CublasLtError
-from fp8_compile.kernels.gpu.cublaslt_mm import Operands, by_cublaslt, check, cublaslt_mm_op, reference
+from fp8_compile.kernels.gpu.cublaslt_compiled import CompiledCublasLt, fastest
+from fp8_compile.kernels.gpu.cublaslt_mm import Library, Operands, by_cublaslt, check, cublaslt_mm_op, reference
+from fp8_compile.torch_internals.inductor import NoCompiler
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 STAND_IN = pathlib.Path(__file__).parents[2] / "support" / "cublaslt_stand_in.c"
@@ -36,9 +44,22 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return ctypes.CDLL(str(built))
 
 
+@pytest.fixture(params=[fastest, CublasLt], ids=["C++", "Python"])
+def new_library(request: pytest.FixtureRequest) -> Callable[[ctypes.CDLL], Library]:
+    return request.param
+
+
 @pytest.fixture
-def library(stand_in: ctypes.CDLL) -> CublasLt:
-    return CublasLt(stand_in)
+def library(new_library: Callable[[ctypes.CDLL], Library], stand_in: ctypes.CDLL) -> Library:
+    return new_library(stand_in)
+
+
+@contextlib.contextmanager
+def set_to(number: Any, value: float) -> Iterator[None]:
+    """For a time, a number of the stand-in's."""
+    before, number.value = number.value, value
+    yield
+    number.value = before
 
 
 def operands(
@@ -97,17 +118,8 @@ CASES = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def any_layout(library: CublasLt) -> Iterator[ctypes.c_int]:
-    """What the stand-in's GPU can do: 1, read any layout, as compute capability 10 does; 0, as others."""
-    flag = ctypes.c_int.in_dll(library._library, "any_layout")
-    flag.value = 1
-    yield flag
-    flag.value = 1
-
-
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_result_is_the_exact_sum_rounded_once(library: CublasLt, case: dict) -> None:
+def test_the_result_is_the_exact_sum_rounded_once(library: Library, case: dict) -> None:
     given = operands(**case)
     y = empty(given)
     by_cublaslt(library, given, y)
@@ -134,7 +146,7 @@ def test_inductor_calls_it_with_and_without_a_bias_and_a_sum(cpp_wrapper: bool) 
         torch.testing.assert_close(actual, expected)
 
 
-def test_rows_with_gaps_between_them_and_a_result_that_replaces_what_is_added(library: CublasLt) -> None:
+def test_rows_with_gaps_between_them_and_a_result_that_replaces_what_is_added(library: Library) -> None:
     given = operands()
     wide = torch.zeros(48, 64, dtype=torch.bfloat16)
     padded = torch.zeros(48, 80, dtype=torch.uint8).view(E4M3)
@@ -147,7 +159,7 @@ def test_rows_with_gaps_between_them_and_a_result_that_replaces_what_is_added(li
     assert not wide[:, 32:].any()
 
 
-def test_one_description_serves_other_addresses_of_the_same_shape(library: CublasLt) -> None:
+def test_one_description_serves_other_addresses_of_the_same_shape(library: Library) -> None:
     first, second = operands(bias=True), operands(bias=True)
     for one in (second.left.view(torch.uint8), second.right.view(torch.uint8)):
         one.copy_(one.flip(0))
@@ -159,7 +171,7 @@ def test_one_description_serves_other_addresses_of_the_same_shape(library: Cubla
 
 
 @pytest.mark.parametrize("name", ["scale_left", "scale_right", "left", "added"])
-def test_a_nan_reaches_the_result(library: CublasLt, name: str) -> None:
+def test_a_nan_reaches_the_result(library: Library, name: str) -> None:
     given = operands()
     bad = getattr(given, name).clone()
     bad.view(-1)[0] = torch.nan
@@ -169,22 +181,23 @@ def test_a_nan_reaches_the_result(library: CublasLt, name: str) -> None:
     assert y.isnan().any() and torch.equal(y.isnan(), exact(given).isnan()) and reference(given).isnan().any()
 
 
-def test_no_rows_are_no_call(library: CublasLt) -> None:
+def test_no_rows_are_no_call(library: Library) -> None:
     given = operands(m=0)
     by_cublaslt(library, given, empty(given))
     assert cublaslt_mm_op(*given).shape == (0, 32)
 
 
-def test_what_the_library_cannot_do_is_an_error_that_says_what(library: CublasLt) -> None:
+def test_what_the_library_cannot_do_is_an_error_that_says_what(library: Library) -> None:
     given = operands(formats=(E5M2, E5M2))
     with pytest.raises(CublasLtError, match="cublasLtMatmulAlgoGetHeuristic failed with status 15"):
         by_cublaslt(library, given, empty(given))
 
 
 def test_plans_are_given_back_when_many_shapes_were_multiplied(
-    library: CublasLt, stand_in: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+    new_library: Callable[[ctypes.CDLL], Library], stand_in: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cublaslt, "MOST_PLANS", 2)
+    library = new_library(stand_in)
     objects = ctypes.c_int.in_dll(stand_in, "objects")
     objects.value = 0
     for m in (16, 32, 48, 16):
@@ -196,38 +209,131 @@ def test_plans_are_given_back_when_many_shapes_were_multiplied(
 
 
 def test_a_shape_without_a_kernel_is_asked_for_once_and_leaves_nothing_behind(
-    library: CublasLt, stand_in: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+    library: Library, stand_in: ctypes.CDLL
 ) -> None:
-    objects = ctypes.c_int.in_dll(stand_in, "objects")
-    objects.value = 0
+    objects, asked = (ctypes.c_int.in_dll(stand_in, name) for name in ("objects", "asked"))
+    objects.value = asked.value = 0
     given = operands(formats=(E5M2, E5M2))
     y = empty(given)  # one: how it is aligned is part of what is asked for
     for _ in range(2):
         with pytest.raises(CublasLtError, match="status 15"):
             by_cublaslt(library, given, y)
-        monkeypatch.setattr(library, "_plan", None)  # another try would fail otherwise
+    assert objects.value == 0 and asked.value == 1
+
+
+def test_a_heuristic_that_finds_nothing_is_an_error_with_the_gemm(library: Library, stand_in: ctypes.CDLL) -> None:
+    objects = ctypes.c_int.in_dll(stand_in, "objects")
+    objects.value = 0
+    given = operands(m=32, n=48, k=16, lies="MK")
+    expected = (
+        r"no kernel for 32x48x16, torch.float8_e4m3fn by torch.float8_e4m3fn to torch.bfloat16, strides "
+        r"\(1, 32\) and \(1, 16\)"
+    )
+    with set_to(ctypes.c_int.in_dll(stand_in, "knows_any"), 0):
+        with pytest.raises(CublasLtError, match=expected):
+            by_cublaslt(library, given, empty(given))
     assert objects.value == 0
 
 
+def test_a_gemm_gets_the_workspace_that_its_algorithm_needs(library: Library, stand_in: ctypes.CDLL) -> None:
+    needed = ctypes.c_int.in_dll(stand_in, "needed")
+    for m, size in ((16, 0), (32, 5000), (48, 1000), (64, 70000)):
+        given = operands(m=m)
+        y = empty(given)
+        with set_to(needed, size):
+            by_cublaslt(library, given, y)
+        assert_rounded_once(y, given)
+
+
+def test_a_plan_is_made_once_for_each_kind_of_gemm(library: Library, stand_in: ctypes.CDLL) -> None:
+    """Shapes, strides, dtypes, alignment, a bias, a sum, the way of accumulating: each is another one."""
+    asked = ctypes.c_int.in_dll(stand_in, "asked")
+    asked.value = 0
+    wide = torch.zeros(48, 80, dtype=torch.uint8).view(E4M3)
+    cases = [
+        *(operands(), operands(m=64), operands(n=48), operands(k=80), operands(fast=True), operands(bias=True)),
+        *(operands(formats=(E5M2, E4M3)), operands(formats=(E4M3, E5M2)), operands(dtype=torch.float32)),
+        *(operands(lies="MN"), operands(lies="KN"), operands(lies="MK"), operands()._replace(left=wide[:, :64])),
+        operands()._replace(left=wide[:, 16:]),  # 16 bytes after an address that more divides
+    ]
+    given = [(one, empty(one)) for one in cases]
+    aligned = [_aligned(one, y) for one, y in given]
+    for _ in range(3):
+        for one, y in aligned:
+            by_cublaslt(library, one, y)
+    assert asked.value == len(cases)
+
+
+def _aligned(given: Operands, y: Tensor) -> tuple[Operands, Tensor]:
+    """The operands at addresses that 256 divides, unless they are part of something larger."""
+
+    def moved(tensor: Tensor | None) -> Tensor | None:
+        if tensor is None or tensor._base is not None and not tensor._base.numel() == tensor.numel():
+            return tensor
+        raw = torch.empty(tensor.numel() * tensor.itemsize + 256, dtype=torch.uint8)
+        raw = raw[-raw.data_ptr() % 256 :][: tensor.numel() * tensor.itemsize].view(tensor.dtype)
+        new = raw.as_strided(tensor.shape, tensor.stride())
+        new.view(torch.uint8).copy_(tensor.view(torch.uint8)) if new.itemsize == 1 else new.copy_(tensor)
+        return new
+
+    names = ("left", "right", "added", "bias")
+    return given._replace(**{name: moved(getattr(given, name)) for name in names}), moved(y)
+
+
 def test_a_gpu_that_reads_k_contiguous_operands_only_says_no_to_others(
-    library: CublasLt, any_layout: ctypes.c_int
+    library: Library, stand_in: ctypes.CDLL
 ) -> None:
-    any_layout.value = 0
-    by_cublaslt(library, operands(k=80), empty(operands(k=80)))
-    given = operands(k=80, lies="MN")
-    with pytest.raises(CublasLtError, match="status 15"):
-        by_cublaslt(library, given, empty(given))
-    with pytest.raises(CublasLtError, match="status 15"):
-        check(library, torch.device("cpu"), any_layout=True)
+    with set_to(ctypes.c_int.in_dll(stand_in, "any_layout"), 0):
+        by_cublaslt(library, operands(k=80), empty(operands(k=80)))
+        given = operands(k=80, lies="MN")
+        with pytest.raises(CublasLtError, match="status 15"):
+            by_cublaslt(library, given, empty(given))
+        with pytest.raises(CublasLtError, match="status 15"):
+            check(library, torch.device("cpu"), any_layout=True)
 
 
 def test_a_library_that_computes_wrongly_is_found_out_before_it_is_used(
-    library: CublasLt, monkeypatch: pytest.MonkeyPatch
+    library: Library, stand_in: ctypes.CDLL
 ) -> None:
     check(library, torch.device("cpu"), any_layout=True)
-    monkeypatch.setattr(library, "_one", ctypes.c_float(0.5))
-    with pytest.raises(CublasLtError, match="small gemm was wrong"):
-        check(library, torch.device("cpu"))
+    with set_to(ctypes.c_float.in_dll(stand_in, "factor"), 0.5):
+        with pytest.raises(CublasLtError, match="small gemm was wrong"):
+            check(library, torch.device("cpu"))
+
+
+def test_a_gemm_is_one_call_of_compiled_code(stand_in: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = fastest(stand_in)
+    assert isinstance(library, CompiledCublasLt)
+    called, original = [], library._multiply
+    monkeypatch.setattr(library, "_multiply", lambda *arguments: called.append(1) or original(*arguments))
+    for given in (operands(), operands(bias=True), operands(added=False)):
+        by_cublaslt(library, given, empty(given))
+    assert len(called) == 3
+
+
+@pytest.mark.parametrize("error, words", [(NoCompiler(), "C"), (CompilationError("out of order"), "out of order")])
+def test_without_a_compiler_that_works_gemms_are_called_from_python_and_a_warning_says_so(
+    stand_in: ctypes.CDLL,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: Exception,
+    words: str,
+) -> None:
+    def fails() -> str:
+        raise error
+
+    monkeypatch.setattr(cublaslt_compiled, "cpp_compiler", fails)
+    monkeypatch.setattr(cublaslt_compiled, "_compiled", functools.cache(cublaslt_compiled._compiled.__wrapped__))
+    with caplog.at_level(logging.WARNING, "fp8_compile"):
+        libraries = [fastest(stand_in), fastest(stand_in)]
+    assert [type(one) for one in libraries] == [CublasLt, CublasLt]
+    (record,) = caplog.records
+    assert words in record.getMessage() and "twice the host time" in record.getMessage()
+
+
+def test_a_library_without_its_functions_is_refused(stand_in: ctypes.CDLL) -> None:
+    with pytest.raises(CublasLtError, match="cublasLtCreate is not in the library"):
+        fastest(ctypes.CDLL(None))
 
 
 def test_without_the_library_a_warning_says_what_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:

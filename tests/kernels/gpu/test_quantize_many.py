@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from interpreted import check_same, interpreted
+from stub_driver import stub_driver
 
 from fp8_compile.kernels.fingerprint import fingerprint
 from fp8_compile.kernels.formats import BY_DTYPE, E4M3, Format
@@ -152,6 +153,28 @@ def test_a_launch_stays_on_one_device_which_is_the_current_one(monkeypatch: pyte
             matrices.append(matrix(torch.zeros(4, 8), 1.0))
     QuantizeMany(matrices)()
     assert launched == [3 * (device,) for device in devices[:2]]
+
+
+@pytest.mark.parametrize("how", [{}, {"check": True}, {"record": False}], ids=str)
+def test_a_launch_is_prepared_once_and_gives_the_kernel_the_same_arguments_each_time(
+    monkeypatch: pytest.MonkeyPatch, how: dict[str, bool]
+) -> None:
+    matrices = [matrix(torch.zeros(64, 128), 1.0) for _ in range(3)]
+    many, kernel = QuantizeMany(matrices), quantize_many.quantize_many_kernel
+    with stub_driver(kernel) as launched:
+        many(**how)
+        monkeypatch.setattr(type(kernel), "run", None)  # Triton's own way: another time would fail
+        many(**how)
+    first, second = launched
+    assert first.kernel == second.kernel == "quantize_many_kernel" and first.grid == second.grid == (6, 1, 1)
+    assert all(one is other or one == other for one, other in zip(first.arguments, second.arguments, strict=True))
+    given = dict(zip(kernel.arg_names, first.arguments, strict=True))
+    assert given["x_like_ptr"] is matrices[0].x and given["q_like_ptr"] is matrices[0].q and given["matrices"] == 3
+    wanted = {"check": False, "record": True, **how}
+    assert (given["CHECK"], given["RECORD"], given["BOTH"]) == (wanted["check"], wanted["record"], True)
+    assert (given["STEPS"], given["LARGEST"], given["ALIGNED"], given["VIA"]) == (2, 448.0, True, 0)
+    blocks = {name: given[name] for name in ("BLOCK_R", "BLOCK_C", "PLACES", "WIDTH")}
+    assert blocks == {name: getattr(quantize_many, name) for name in blocks}
 
 
 def test_inf_nan_zeros_and_an_empty_matrix_stay_with_their_own_matrix(generator) -> None:

@@ -5,9 +5,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from interpreted import check_same, interpreted
+from stub_driver import stub_driver
 
 from fp8_compile.kernels.delayed_scaling import LOOK, MARGIN, SATURATED, SMALL, STEADY
 from fp8_compile.kernels.gpu import tile, update_scales
@@ -113,3 +116,37 @@ def test_a_saturation_does_not_wait_for_the_interval() -> None:
     for amax in (1.0, 1.0, 1.0, 8.0):
         state.step(torch.tensor([amax, 1.0]), 448.0, "max", 3)
     assert state.scales[0].tolist() == [448.0 / 64, 448.0 / 8]
+
+
+def test_a_launch_is_prepared_once_for_states_of_one_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, run = update_scales.update_scales_kernel, type(update_scales.update_scales_kernel).run
+    by_triton = []
+    monkeypatch.setattr(type(kernel), "run", lambda *given, **named: by_triton.append(1) or run(*given, **named))
+    monkeypatch.setattr(update_scales, "_prepared", functools.cache(update_scales._prepared.__wrapped__))
+    states = [State(slots, 16) for slots in (32, 32, 48, 32)]
+    with stub_driver(kernel) as launched:
+        for state in states:
+            tensors = (state.history, state.scales, state.counts, torch.zeros(len(state.history)))
+            known = update_scales.update_scales(*tensors, 448.0, "max", 1)
+            _, scalars = update_scales.launch_arguments(*state.history.shape, 448.0, "max", 1)
+            given = dict(zip(kernel.arg_names, launched[-1].arguments, strict=True))
+            assert given["history_ptr"] is state.history and given["known_ptr"] is known
+            assert {name: given[name] for name in scalars} == scalars
+    assert len(launched) == 4 and len(by_triton) == 2, "one for each size"
+
+
+def test_addresses_that_16_does_not_divide_are_another_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(update_scales, "_prepared", functools.cache(update_scales._prepared.__wrapped__))
+    state, amaxes = State(32, 16), torch.zeros(33)
+    with stub_driver(update_scales.update_scales_kernel) as launched:
+        for recorded in (amaxes[:32], amaxes[1:]):
+            update_scales.update_scales(state.history, state.scales, state.counts, recorded, 448.0, "max", 1)
+    assert len(launched) == 2 and update_scales._prepared.cache_info().currsize == 2
+
+
+def test_the_operation_on_a_gpu_is_one_launch() -> None:
+    """Its implementation is found by name when it is first called, which takes a GPU."""
+    op = "fp8_compile::update_scales_"
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(op, "CUDA")
+    module, _, function = "fp8_compile.kernels.gpu.update_scales:update_in_place".partition(":")
+    assert update_scales.__name__ == module and hasattr(update_scales, function)
