@@ -9,7 +9,7 @@ After each run of the graph, for all slots at once (a slot is one tensor's place
 
     saturated   : amax * quant_scale > F, by more than rounding takes back       counted
     room        = sum of ceil(log2(amax * quant_scale / F)) over slots that were saturated and have not been part of
-                  two runs since, limited by the format
+                  two runs since, limited by the format; over all graphs of a model, which share one tensor for it
     amax enters the history in place of the oldest one           if it is finite
     m           = max(history)                                   or the newest, or the 99th percentile
     quant_scale = F / (m * 2**(margin + room)), capped to be finite      if m > 0 and this is an ``interval``-th run
@@ -20,7 +20,8 @@ widens the scales of every slot until all of them, in whichever graph, have been
 itself. So a jump which runs through many layers is over after one step.
 
 State of C slots: amaxes [C] fp32, -1 where the slot was not part of the run; history [C, L] fp32, a ring; scales
-[2, C] fp32, (quant, dequant); counts [10, C] int32, see ``RUNS`` and the names after it.
+[2, C] fp32, (quant, dequant); counts [10, C] int32, see ``RUNS`` and the names after it; room [1] int32, the sum above
+over these slots and those of other graphs.
 
 A quant_scale of 0 says that no amax has entered yet: such a tensor is quantized with its own amax. So is every tensor
 whose slot has ``LOOK`` set, as in a model's first step.
@@ -109,9 +110,10 @@ def update(
     largest: float,
     algorithm: str = "max",
     interval: int = 1,
+    elsewhere: Tensor | int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The update above: history, scales and counts after the run. ``algorithm="frozen"`` counts and changes nothing
-    else."""
+    else. ``elsewhere``: the sum for ``room`` over slots of other graphs."""
     length, limits = history.shape[1], limits_of(largest)
     present = amaxes != ABSENT
     enters = present & (amaxes >= 0) & (amaxes < torch.inf)
@@ -131,14 +133,19 @@ def update(
     if algorithm == "frozen":
         return history, scales.clone(), counts
 
-    needed = torch.where(hold > 0, over, 0).sum(dtype=torch.int32)
-    room = torch.where(flows, needed.clamp_max(limits.most_room), 0)
+    needed = room_for(counts) if elsewhere is None else room_for(counts) + elsewhere
+    room = torch.where(flows, needed.clamp(0, limits.most_room), 0)
     m = _summary(history, counts[ENTERED], algorithm)
     due = (present & ((counts[RUNS] % interval == 0) | (scales[QUANT] == 0))) | (room > 0)
     fresh = scale_of(m, largest, counts[MARGIN] + room)
     quant_scale = torch.where(due & (m > 0), fresh, scales[QUANT])
     dequant_scale = torch.where(quant_scale > 0, 1.0 / quant_scale, scales[DEQUANT])
     return history, torch.stack([quant_scale, dequant_scale]), counts
+
+
+def room_for(counts: Tensor) -> Tensor:
+    """What slots that were saturated need: the exponents by which they were, [1] int32."""
+    return torch.where(counts[HOLD] > 0, counts[OVER], 0).sum(0, keepdim=True, dtype=torch.int32)
 
 
 def _ceil_log2(x: Tensor) -> Tensor:
@@ -212,25 +219,30 @@ def add_counts(stats: Tensor, counted: Sequence[Tensor], rows: Sequence[int]) ->
     return stats + torch.stack([by_row.get(row, nothing) for row in range(stats.shape[0])])
 
 
-def next_scales(amaxes: Tensor, history: Tensor, scales: Tensor, counts: Tensor, *rule: Any) -> Tensor:
+def next_scales(amaxes: Tensor, history: Tensor, scales: Tensor, counts: Tensor, room: Tensor, *rule: Any) -> Tensor:
     """The scales of the run that begins: :func:`update` with the amaxes of the one before; none where to look."""
-    return _known(update(history, scales, counts, amaxes, *rule)[1], counts)
+    return _known(_update(amaxes, history, scales, counts, room, *rule)[1], counts)
 
 
 def _known(scales: Tensor, counts: Tensor) -> Tensor:
     return torch.where(counts[LOOK] == 0, scales, 0.0)
 
 
-def _update(amaxes: Tensor, history: Tensor, scales: Tensor, counts: Tensor, *rule: Any) -> tuple[Tensor, ...]:
-    return update(history, scales, counts, amaxes, *rule)
+def _update(
+    amaxes: Tensor, history: Tensor, scales: Tensor, counts: Tensor, room: Tensor, *rule: Any
+) -> tuple[Tensor, ...]:
+    elsewhere = room - room_for(counts)
+    new = update(history, scales, counts, amaxes, *rule, elsewhere=elsewhere)
+    return *new, elsewhere + room_for(new[2])
 
 
 def update_in_place(
-    amaxes: Tensor, history: Tensor, scales: Tensor, counts: Tensor, known: Tensor, *rule: Any
+    amaxes: Tensor, history: Tensor, scales: Tensor, counts: Tensor, room: Tensor, known: Tensor, *rule: Any
 ) -> None:
     # .data: forward has saved the state of the gradients for backward, and autograd would find it changed.
-    for state, new in zip((history, scales, counts), update(history, scales, counts, amaxes, *rule)):
-        state.data.copy_(new)
+    state = (history, scales, counts, room)
+    for old, new in zip(state, _update(amaxes, history, scales, counts, room, *rule)):
+        old.data.copy_(new)
     amaxes.data.fill_(ABSENT)
     known.copy_(_known(scales, counts))
 
@@ -243,15 +255,17 @@ def accumulate_in_place(amaxes: Tensor, recorded: Sequence[Tensor], rows: Sequen
     amaxes.data.copy_(accumulate(amaxes.data, recorded, rows))
 
 
-def _fake_update(amaxes: Tensor, history: Tensor, scales: Tensor, counts: Tensor, *rule: Any) -> tuple[Tensor, ...]:
-    return tuple(state.new_empty(state.shape) for state in (history, scales, counts))
+def _fake_update(
+    amaxes: Tensor, history: Tensor, scales: Tensor, counts: Tensor, room: Tensor, *rule: Any
+) -> tuple[Tensor, ...]:
+    return tuple(state.new_empty(state.shape) for state in (history, scales, counts, room))
 
 
 # A run of the graph begins with the update that follows from the run before and ends with new amaxes. So the scales
 # have no reader that the update must wait for, and one small tensor holds those of this run until backward needs them.
 # Before a graph is split its ops are functional, as they must be; afterwards (names with _) they work in place.
-_STATE = "Tensor history, Tensor scales, Tensor counts"
-_IN_PLACE = "Tensor(b!) history, Tensor(c!) scales, Tensor(d!) counts"
+_STATE = "Tensor history, Tensor scales, Tensor counts, Tensor room"
+_IN_PLACE = "Tensor(b!) history, Tensor(c!) scales, Tensor(d!) counts, Tensor(e!) room"
 _RULE = "float largest, str algorithm, int interval"
 _RECORD = "Tensor[] recorded, int[] rows"
 next_scales_op = define(
@@ -276,7 +290,7 @@ add_counts_op = define(
     lambda stats, *arguments: stats.new_empty(stats.shape),
 )
 update_in_place_op = define(
-    f"update_scales_(Tensor(a!) amaxes, {_IN_PLACE}, Tensor(e!) known, {_RULE}) -> ()",
+    f"update_scales_(Tensor(a!) amaxes, {_IN_PLACE}, Tensor(f!) known, {_RULE}) -> ()",
     update_in_place,
     lambda *arguments: None,
     cpu="fp8_compile.kernels.cpu.update_scales:update_scales",

@@ -94,9 +94,10 @@ class GraphSlots:
         found = {}
         for name, index, field in self._inputs():
             rows, length = self.layout.tables[index].capacity, self.layout.tables[index].kind.length
-            shapes = {"amaxes": (rows,), "history": (rows, length), "scales": (2, rows), "counts": (STEADY + 1, rows)}
-            dtype = {"counts": torch.int32, STATS: torch.float64}.get(field, torch.float32)
-            found[name] = torch.empty(shapes.get(field, (rows, 5)), dtype=dtype, device=device)
+            shapes: dict[str, tuple[int, ...]] = {"amaxes": (rows,), "history": (rows, length), "scales": (2, rows)}
+            shapes |= {"counts": (STEADY + 1, rows), "room": (1,), STATS: (rows, 5)}
+            dtype = {"counts": torch.int32, "room": torch.int32, STATS: torch.float64}.get(field, torch.float32)
+            found[name] = torch.empty(shapes[field], dtype=dtype, device=device)
         return found
 
     def _inputs(self) -> Iterator[tuple[str, int, str]]:

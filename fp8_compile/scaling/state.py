@@ -48,6 +48,7 @@ class ScalingState:
         self._model = weakref.ref(model) if model is not None else None
         self.tables: list[Table] = []
         self._places: dict[tuple[Slot, bool], Place] = {}  # of each slot, and whether its scale is frozen
+        self._rooms: dict[Any, Tensor] = {}
         self._of_layout: dict[tuple[Layout, Prefix], list[int]] = {}  # the tables of a module that runs a frame
         self._saved = SavedSlots()  # loaded, for slots that no graph has asked for yet
         self.recorders: list[RunRecorder] = []  # of graphs that are dumped with stats
@@ -113,17 +114,23 @@ class ScalingState:
                 if table.kind.direction == BACKWARD:
                     table.set_unit(unit)
 
-    def add_table(self, kind: TableKind, capacity: int) -> int:
-        """A new table; its number."""
+    def add_table(self, kind: TableKind, capacity: int, ordinal: int = 0) -> int:
+        """A new table; its number. Those of all graphs that are the first of their direction there, or the second, have
+        a common room: a jump goes through the whole model."""
         with real_tensors():  # also while a graph is compiled
-            self.tables.append(Table(kind, capacity, self.unit(kind.direction)))
+            key = kind.direction, kind.device, kind.largest, ordinal
+            if key not in self._rooms:
+                self._rooms[key] = torch.zeros(1, dtype=torch.int32, device=kind.device)
+            self.tables.append(Table(kind, capacity, self.unit(kind.direction), self._rooms[key]))
         return len(self.tables) - 1
 
     def tables_for(self, layout: Layout, prefix: Prefix) -> list[int]:
         """The tables of a module that runs a frame, as many as its layout has by now."""
         tables = self._of_layout.setdefault((layout, prefix), [])
-        for rows in layout.tables[len(tables) :]:
-            tables.append(self.add_table(rows.kind, rows.capacity))
+        for number in range(len(tables), len(layout.tables)):
+            kind = layout.tables[number].kind
+            ordinal = layout.of(kind.direction).index(number)  # a graph must not be given one tensor twice
+            tables.append(self.add_table(kind, layout.tables[number].capacity, ordinal))
         return tables
 
     def occupy(self, slot: Slot, tensor: TensorUse, at: Place) -> None:

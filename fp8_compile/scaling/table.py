@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from typing import Mapping
+from typing import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from fp8_compile.kernels.delayed_scaling import (
     MARGIN,
     QUANT,
     STEADY,
+    room_for,
     update,
     update_in_place_op,
 )
@@ -39,8 +41,9 @@ class TableKind:
 class Table:
     """The tensors of up to ``capacity`` slots; see ``kernels/delayed_scaling.py`` for their meaning."""
 
-    def __init__(self, kind: TableKind, capacity: int, unit: float = 1.0) -> None:
-        """``unit``: by how much the graphs multiply the tensors of these slots, the loss scale of gradients."""
+    def __init__(self, kind: TableKind, capacity: int, unit: float = 1.0, room: Tensor | None = None) -> None:
+        """``unit``: by how much the graphs multiply the tensors of these slots, the loss scale of gradients. ``room``:
+        what slots of other tables need after a jump; theirs is added to it."""
         self.kind, self.slots, self.unit = kind, dict[int, Slot](), unit  # slots by row
         with torch.device(kind.device):  # dtypes said, since a default dtype may be set
             self.amaxes = torch.full((capacity,), ABSENT, dtype=torch.float32)
@@ -48,6 +51,7 @@ class Table:
             self.scales = torch.zeros(2, capacity, dtype=torch.float32)
             self.counts = torch.zeros(STEADY + 1, capacity, dtype=torch.int32)
             self.stats = torch.zeros(capacity, 5, dtype=torch.float64)
+        self.room = torch.zeros(1, dtype=torch.int32, device=kind.device) if room is None else room
         self._kept: list[Tensor] | None = None  # for restore(); None: as if no run had been
         self._kept_look = torch.zeros_like(self.counts[LOOK])  # amaxes that wait are counted as they were recorded
 
@@ -60,9 +64,10 @@ class Table:
     def clear(self) -> None:
         """As new, but for the settings of the slots."""
         self._kept = None
-        self.amaxes.data.fill_(ABSENT)
-        for tensor in (self.history, self.scales, self.counts[:COUNTERS], self.stats):
-            tensor.data.zero_()
+        with self._room_follows():
+            self.amaxes.data.fill_(ABSENT)
+            for tensor in (self.history, self.scales, self.counts[:COUNTERS], self.stats):
+                tensor.data.zero_()
 
     def look(self, rows: list[int], on: bool) -> None:
         """Have the tensors of some slots scaled by their own amax, whatever is known of them; or no longer."""
@@ -82,7 +87,15 @@ class Table:
         if self._kept is None:
             self.clear()
         else:
-            copy_all([*self._tensors(), self.counts.data[LOOK]], [*self._kept, self._kept_look])
+            with self._room_follows():
+                copy_all([*self._tensors(), self.counts.data[LOOK]], [*self._kept, self._kept_look])
+
+    @contextlib.contextmanager
+    def _room_follows(self) -> Iterator[None]:
+        """Counts are replaced: what their slots need is taken off the common room, and added as it is then."""
+        before = room_for(self.counts)
+        yield
+        self.room.data += room_for(self.counts) - before
 
     def _tensors(self) -> list[Tensor]:
         """What runs of graphs change."""
@@ -98,7 +111,8 @@ class Table:
         """Do the update that the next run would begin with: what was recorded becomes history."""
         known = torch.empty_like(self.scales)
         rule = ("frozen", 1) if self.kind.direction == FROZEN else self.kind.rule.arguments
-        update_in_place_op(self.amaxes, self.history, self.scales, self.counts, known, self.kind.largest, *rule)
+        state = (self.amaxes, self.history, self.scales, self.counts, self.room)
+        update_in_place_op(*state, known, self.kind.largest, *rule)
 
     @property
     def capacity(self) -> int:
@@ -123,14 +137,15 @@ class Table:
 
     def set_row(self, row: int, saved: Mapping[str, Tensor]) -> None:
         scale = saved["scale"] * (self.kind.largest / float(saved["largest"])) / self.unit  # saved for another format
-        # .data, in _tensors: a forward may have saved the state for its backward, and autograd compares versions.
-        for amaxes, history, scales, counts in (self._tensors(), self._copies()):
-            scales[QUANT, row] = scale
-            scales[DEQUANT, row] = torch.where(scale > 0, 1.0 / scale, 0.0)
-            amaxes[row] = ABSENT
-            history[row] = saved["amax_history"] * self.unit
-            counts[:, row] = 0  # what was saved before version 0.2 has two counters
-            counts[: len(saved["counts"]), row] = saved["counts"]
+        with self._room_follows():
+            # .data, in _tensors: a forward may have saved the state for its backward, and autograd compares versions.
+            for amaxes, history, scales, counts in (self._tensors(), self._copies()):
+                scales[QUANT, row] = scale
+                scales[DEQUANT, row] = torch.where(scale > 0, 1.0 / scale, 0.0)
+                amaxes[row] = ABSENT
+                history[row] = saved["amax_history"] * self.unit
+                counts[:, row] = 0  # what was saved before version 0.2 has two counters
+                counts[: len(saved["counts"]), row] = saved["counts"]
 
     def prime(self, row: int, amax: float) -> None:
         """As if a run had seen that amax, with the tensor's own scale: nothing was saturated by it."""

@@ -52,8 +52,8 @@ void fp8_delayed(const void* x, int dtype, int64_t count, int e5m2, float* scale
 
 // update_scales.cpp
 void fp8_update_scales(int64_t slots, int64_t length, float* amaxes, float* history, float* scales, int32_t* counts,
-                       float* known, float largest, float saturated_above, float small_below, int most_room,
-                       int algorithm, int interval);
+                       int32_t* room_of_all, float* known, float largest, float saturated_above, float small_below,
+                       int most_room, int algorithm, int interval);
 
 // fingerprint.cpp
 void fp8_fingerprints(int64_t count, const void* const* x, const int64_t* numel, const int* dtype, int64_t* out);

@@ -310,7 +310,7 @@ Delayed quantize_delayed(const Tensor& x, const Tensor& quant_scale, int32_t dty
 }
 
 void update_scales(const Tensor& amaxes, const Tensor& history, const Tensor& scales, const Tensor& counts,
-                   const Tensor& known, double largest, const std::string& algorithm, int64_t interval) {
+                   const Tensor& room, const Tensor& known, double largest, const std::string& algorithm, int64_t interval) {
   const char* op = "update_scales_";
   check(op, "history", history, fp32(), {{ANY, ANY}}, CONTIGUOUS);
   const int64_t slots = history.sizes[0], length = history.sizes[1];
@@ -318,6 +318,7 @@ void update_scales(const Tensor& amaxes, const Tensor& history, const Tensor& sc
   check(op, "amaxes", amaxes, fp32(), {{slots}}, CONTIGUOUS);
   check(op, "scales", scales, fp32(), {{2, slots}}, CONTIGUOUS);
   check(op, "counts", counts, only(aoti_torch_dtype_int32()), {{COUNTS, slots}}, CONTIGUOUS);
+  check(op, "room", room, only(aoti_torch_dtype_int32()), {{1}}, CONTIGUOUS);
   check(op, "known", known, fp32(), {{2, slots}}, CONTIGUOUS);
   if (largest != 448.0 && largest != 57344.0 && largest != 240.0) {
     std::string got = std::to_string(largest);
@@ -328,8 +329,8 @@ void update_scales(const Tensor& amaxes, const Tensor& history, const Tensor& sc
   check_at_least(op, "interval", interval, 1);
   const Limits limits = limits_of(largest);
   kernels().fp8_update_scales(slots, length, amaxes.as<float>(), history.as<float>(), scales.as<float>(), counts.as<int32_t>(),
-                              known.as<float>(), float(largest), limits.saturated_above, limits.small_below, limits.most_room,
-                              which, int(std::min<int64_t>(interval, INT32_MAX)));
+                              room.as<int32_t>(), known.as<float>(), float(largest), limits.saturated_above,
+                              limits.small_below, limits.most_room, which, int(std::min<int64_t>(interval, INT32_MAX)));
 }
 
 void record_amaxes(const char* op, const Tensor& amaxes, const std::vector<Tensor>& recorded,

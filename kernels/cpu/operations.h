@@ -43,7 +43,7 @@ Two quantize_delayed_mm(const Tensor& x, const Tensor& quant_scale, const Tensor
 struct Delayed { Owned codes, used_scale, dequant_scale, amax; };
 Delayed quantize_delayed(const Tensor& x, const Tensor& quant_scale, int32_t dtype, bool wanted);
 void update_scales(const Tensor& amaxes, const Tensor& history, const Tensor& scales, const Tensor& counts,
-                   const Tensor& known, double largest, const std::string& algorithm, int64_t interval);
+                   const Tensor& room, const Tensor& known, double largest, const std::string& algorithm, int64_t interval);
 // accumulate: what is recorded already stays.
 void record_amaxes(const char* op, const Tensor& amaxes, const std::vector<Tensor>& recorded,
                    const std::vector<int64_t>& rows, bool accumulate);

@@ -1,6 +1,6 @@
 // Delayed scaling's update of all slots of a format: kernels/delayed_scaling.py, `update`, bit for bit, in place.
 //
-//   amaxes [C], history [C, L], scales [2, C], known [2, C]: fp32; counts [10, C]: int32. See the rows of `counts` there.
+//   amaxes [C], history [C, L], scales [2, C], known [2, C]: fp32; counts [10, C], room [1]: int32. See the rows of `counts` there.
 
 #include <algorithm>
 #include <cmath>
@@ -52,12 +52,14 @@ float summary(const float* history, int64_t length, int32_t entered, int algorit
 }  // namespace
 
 extern "C" void fp8_update_scales(int64_t slots, int64_t length, float* amaxes, float* history, float* scales,
-                                  int32_t* counts, float* known, float largest, float saturated_above,
-                                  float small_below, int most_room, int algorithm, int interval) {
+                                  int32_t* counts, int32_t* room_of_all, float* known, float largest,
+                                  float saturated_above, float small_below, int most_room, int algorithm,
+                                  int interval) {
   auto count = [counts, slots](Row row, int64_t slot) -> int32_t& { return counts[row * slots + slot]; };
-  int room = 0;
+  int room = *room_of_all;  // of slots elsewhere, once the old need of these is taken off
   for (int64_t i = 0; i < slots; ++i) {
     const float amax = amaxes[i];
+    if (count(HOLD, i) > 0) room -= count(OVER, i);
     if (amax != ABSENT) {
       count(RUNS, i) += 1;
       count(HOLD, i) = std::max(count(HOLD, i) - 1, 0);
@@ -75,9 +77,10 @@ extern "C" void fp8_update_scales(int64_t slots, int64_t length, float* amaxes, 
         count(HOLD, i) = RUNS_WITH_ROOM;
       }
     }
-    if (count(HOLD, i)) room += count(OVER, i);
+    if (count(HOLD, i) > 0) room += count(OVER, i);
   }
-  room = std::min(room, most_room);
+  *room_of_all = room;
+  room = std::clamp(room, 0, most_room);
   std::vector<float> falling;
   for (int64_t i = 0; i < slots; ++i) {
     float *quant_scale = scales + i, *dequant_scale = scales + slots + i;

@@ -18,6 +18,7 @@ def update_scales(
     history: Tensor,
     scales: Tensor,
     counts: Tensor,
+    room: Tensor,
     known: Tensor,
     largest: float,
     algorithm: str,
@@ -31,11 +32,12 @@ def update_scales(
     check(op, "amaxes", amaxes, FP32, (slots,), contiguous=True)
     check(op, "scales", scales, FP32, (2, slots), contiguous=True)
     check(op, "counts", counts, (torch.int32,), (reference.STEADY + 1, slots), contiguous=True)
+    check(op, "room", room, (torch.int32,), (1,), contiguous=True)
     check(op, "known", known, FP32, (2, slots), contiguous=True)
     check_value(op, "largest", largest, reference.LARGEST)
     check_value(op, "algorithm", algorithm, ALGORITHMS)
     check_at_least(op, "interval", interval, 1)
-    reference.update_in_place(amaxes, history, scales, counts, known, largest, algorithm, interval)
+    reference.update_in_place(amaxes, history, scales, counts, room, known, largest, algorithm, interval)
 
 
 def record_amaxes(amaxes: Tensor, recorded: Sequence[Tensor], rows: Sequence[int]) -> None:

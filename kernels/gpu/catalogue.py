@@ -110,8 +110,8 @@ def _nvfp4_matmul(rows: int) -> Entry:
 
 
 def _update_scales() -> Entry:
-    names = ("amaxes_ptr", "history_ptr", "scales_ptr", "counts_ptr", "known_ptr")
-    types = {name: "*i32" if name == "counts_ptr" else "*fp32" for name in names} | {"slots": "i32"}
+    names = ("amaxes_ptr", "history_ptr", "scales_ptr", "counts_ptr", "room_ptr", "known_ptr")
+    types = {name: "*i32" if name in ("counts_ptr", "room_ptr") else "*fp32" for name in names} | {"slots": "i32"}
     _, constants = update_scales.launch_arguments(1024, 16, 448.0, "p99", 1)
     constants.pop("slots")
     kernel, num_warps = update_scales.update_scales_kernel, update_scales.NUM_WARPS

@@ -2,7 +2,7 @@
 
     saturated   : amax * quant_scale > F, by more than rounding takes back       counted
     room        = sum of ceil(log2(amax * quant_scale / F)) over slots that were saturated and have not been part of
-                  two runs since, limited by the format
+                  two runs since, limited by the format; over all graphs of a model, which share one tensor for it
     amax enters the history in place of the oldest one           if it is finite
     m           = max(history)                                   or the newest, or the 99th percentile
     quant_scale = F / (m * 2**(margin + room)), capped to be finite      if m > 0 and this is an ``interval``-th run
@@ -11,8 +11,8 @@
     known       = scales                                         of the run that begins, for whoever reads them
 
 State of C slots, in place: amaxes [C] fp32, -1 where the slot was not part of the run; history [C, L] fp32, a ring;
-scales [2, C] fp32, (quant, dequant); counts [10, C] int32, see ``delayed_scaling.py``. known [2, C] fp32: a copy of
-the scales that later updates leave alone, 0 where the tensor's own amax is to be used.
+scales [2, C] fp32, (quant, dequant); counts [10, C] and room [1] int32, see ``delayed_scaling.py``. known [2, C] fp32:
+a copy of the scales that later updates leave alone, 0 where the tensor's own amax is to be used.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8_compile.kernels.delayed_scaling import limits_of
+from fp8_compile.kernels.delayed_scaling import limits_of, room_for
 from fp8_compile.kernels.delayed_scaling import update as reference
 
 from .launch import Launch
@@ -44,6 +44,7 @@ def update_scales_kernel(
     history_ptr,
     scales_ptr,
     counts_ptr,
+    room_ptr,
     known_ptr,
     slots,
     LARGEST: tl.constexpr,
@@ -58,14 +59,14 @@ def update_scales_kernel(
 ):
     """One program for all slots, BLOCK of them at a time: ``room`` is the sum over all of them."""
     MOST: tl.constexpr = 3.4028234663852886e38  # the largest FP32
-    most_room = tl.zeros([], tl.int32)
+    needed = tl.load(room_ptr)  # of slots elsewhere, once the old need of these is taken off
     for first in range(0, slots, BLOCK):
         slot = first + tl.arange(0, BLOCK)
         inside = slot < slots
         amax, reached, known = _reached(amaxes_ptr, scales_ptr, counts_ptr, slot, inside, slots)
         over, hold, _ = _room(amax, reached, known, counts_ptr, slot, inside, slots, LARGEST, SATURATED_ABOVE)
-        most_room += tl.sum(tl.where(hold > 0, over, 0), axis=0)
-    most_room = tl.minimum(most_room, MOST_ROOM)
+        needed += tl.sum(tl.where(hold > 0, over, 0) - _needed_before(counts_ptr, slot, inside, slots), axis=0)
+    most_room = tl.minimum(tl.maximum(needed, 0), MOST_ROOM)
 
     for first in range(0, slots, BLOCK):
         slot = first + tl.arange(0, BLOCK)
@@ -136,6 +137,16 @@ def update_scales_kernel(
         tl.store(known_ptr + slots + slot, tl.where(look == 0, dequant_scale, 0.0), mask=inside)
 
 
+    tl.store(room_ptr, needed)
+
+
+@triton.jit
+def _needed_before(counts_ptr, slot, inside, slots):
+    over = tl.load(counts_ptr + 5 * slots + slot, mask=inside, other=0)
+    hold = tl.load(counts_ptr + 6 * slots + slot, mask=inside, other=0)
+    return tl.where(hold > 0, over, 0)
+
+
 @triton.jit
 def _reached(amaxes_ptr, scales_ptr, counts_ptr, slot, inside, slots):
     """amax, amax * quant_scale, and whether the tensor was quantized with that scale and is finite."""
@@ -184,10 +195,13 @@ def update_scales(
     largest: float,
     algorithm: str = "max",
     interval: int = 1,
+    *,
+    room: Tensor | None = None,
 ) -> Tensor:
-    """The update above, in place; ``known`` is returned."""
+    """The update above, in place; ``known`` is returned. ``room``: None for slots that are all there are."""
     known = torch.empty_like(scales)
-    update_in_place(amaxes, history, scales, counts, known, largest, algorithm, interval)
+    room = room_for(counts) if room is None else room
+    update_in_place(amaxes, history, scales, counts, room, known, largest, algorithm, interval)
     return known
 
 
@@ -196,13 +210,14 @@ def update_in_place(
     history: Tensor,
     scales: Tensor,
     counts: Tensor,
+    room: Tensor,
     known: Tensor,
     largest: float,
     algorithm: str,
     interval: int,
 ) -> None:
     """``fp8_compile::update_scales_`` on a GPU: one launch, which is prepared once for all states of one size."""
-    tensors = (amaxes, history, scales, counts, known)
+    tensors = (amaxes, history, scales, counts, room, known)
     aligned = tuple([tensor.data_ptr() % ALIGNMENT == 0 for tensor in tensors])
     slots, length = history.shape
     launch, scalars = _prepared(history.device, aligned, slots, length, largest, algorithm, interval)

@@ -13,7 +13,7 @@ from .matmul import Matmul
 from .roles import Role, is_backward
 
 FORWARD, BACKWARD, FROZEN = "forward", "backward", "frozen"
-FIELDS = ("amaxes", "history", "scales", "counts")  # of a table, in the order in which ops take them
+FIELDS = ("amaxes", "history", "scales", "counts", "room")  # of a table, in the order in which ops take them
 STATS = "stats"  # one more, where statistics are asked for
 
 

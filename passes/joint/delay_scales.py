@@ -42,14 +42,14 @@ class DelayScales(GraphPass):
     """Give each quantize the scale of its slot, and record its amax for later steps.
 
     Before:  q, s = fp8_compile.quantize(x, float8_e4m3fn, [-1, -1])
-    After:   known = fp8_compile.next_scales(amaxes, history, scales, counts)
+    After:   known = fp8_compile.next_scales(amaxes, history, scales, counts, room)
              quant_scale, s = known[0, row], known[1, row]
              q = convert_element_type(clamp(x * quant_scale, -448, 448) + x * 0, float8_e4m3fn)
              amax = amax(abs(x))
              ...
-             history', scales', counts' = fp8_compile.update_scales(amaxes, history, scales, counts)
+             history', scales', counts', room' = fp8_compile.update_scales(amaxes, history, scales, counts, room)
              amaxes' = fp8_compile.record_amaxes(amaxes, [amax, ...], [row, ...])
-             copy_(history, history');  copy_(scales, scales');  copy_(counts, counts');  copy_(amaxes, amaxes')
+             copy_(history, history');  copy_(scales, scales');  ...;  copy_(amaxes, amaxes')
 
     The slots of what forward quantizes are updated in forward, those of gradients in backward, all slots of a table at
     once. ``known`` is saved for backward. ``look_first``: a slot without history takes the scale of its own amax. That
@@ -186,7 +186,7 @@ class TableInGraph:
                 results = {"amaxes": self._emit(accumulate_op, *recorded)}
             else:
                 new = self._emit(update_op, *fields.values(), *self.rule)
-                results = {field: self._part(new, index) for index, field in enumerate(("history", "scales", "counts"))}
+                results = {field: self._part(new, index) for index, field in enumerate(FIELDS[1:])}
                 results["amaxes"] = self._emit(record_op, *recorded)
             for field, result in results.items():
                 self._emit(aten.copy_.default, fields[field], result)

@@ -27,9 +27,9 @@ class RecordAmaxes(GraphPass):
     Before:  y = mm(x, permute(w))
     After:   y = mm(x, permute(w))
              amax = amax(abs(x));  ...
-             history', scales', counts' = fp8_compile.update_scales(amaxes, history, scales, counts)
+             history', scales', counts', room' = fp8_compile.update_scales(amaxes, history, scales, counts, room)
              amaxes' = fp8_compile.record_amaxes(amaxes, [amax, ...], [row, ...])
-             copy_(history, history');  copy_(scales, scales');  copy_(counts, counts');  copy_(amaxes, amaxes')
+             copy_(history, history');  copy_(scales, scales');  ...;  copy_(amaxes, amaxes')
 
     A copy of the graph is rewritten to find which tensors share a slot.
     """

@@ -28,16 +28,16 @@ aten = torch.ops.aten
 class UpdateInPlace(GraphPass):
     """Replace the functional update of the state, and the copies of its results, by calls that write to it.
 
-    Before:  known = fp8_compile.next_scales(amaxes, history, scales, counts)
+    Before:  known = fp8_compile.next_scales(amaxes, history, scales, counts, room)
              amax = amax(abs(x))
              ...
-             history', scales', counts' = fp8_compile.update_scales(amaxes, history, scales, counts)
+             history', scales', counts', room' = fp8_compile.update_scales(amaxes, history, scales, counts, room)
              amaxes' = fp8_compile.record_amaxes(amaxes, [amax], [row])
-             copy_(history, history');  copy_(scales, scales');  copy_(counts, counts');  copy_(amaxes, amaxes')
+             copy_(history, history');  copy_(scales, scales');  ...;  copy_(amaxes, amaxes')
     After:   known = empty_like(scales)
-             update_scales_kernel(amaxes, history, scales, counts, known)         on a GPU: one Triton kernel
+             update_scales_kernel(amaxes, history, scales, counts, room, known)   on a GPU: one Triton kernel
              fp8_compile.record_amax(amaxes, x, row)                              fused into the kernel that makes x
-    CPU:     fp8_compile.update_scales_(amaxes, history, scales, counts, known)
+    CPU:     fp8_compile.update_scales_(amaxes, history, scales, counts, room, known)
              fp8_compile.record_amaxes_(amaxes, [amax], [row])
 
     Held:    amaxes' = fp8_compile.accumulate_amaxes(amaxes, [amax], [row]);  copy_(amaxes, amaxes')
@@ -77,7 +77,7 @@ class _OnCpu:
     @staticmethod
     def update(graph: fx.Graph, node: fx.Node) -> fx.Node:
         known = emit(graph, aten.empty_like.default, node.args[2], like=node)
-        emit(graph, update_in_place_op, *node.args[:4], known, *node.args[4:], like=node)
+        emit(graph, update_in_place_op, *node.args[:5], known, *node.args[5:], like=node)
         return known
 
     @staticmethod
@@ -93,9 +93,10 @@ class _OnGpu:
     def update(graph: fx.Graph, node: fx.Node) -> fx.Node:
         from fp8_compile.kernels.gpu.update_scales import launch_arguments, update_scales_kernel
 
-        amaxes, history, scales, counts, *rule = arguments(node)
+        amaxes, history, scales, counts, room, *rule = arguments(node)
         known = emit(graph, aten.empty_like.default, scales, like=node)
-        tensors = dict(amaxes_ptr=amaxes, history_ptr=history, scales_ptr=scales, counts_ptr=counts, known_ptr=known)
+        state = dict(amaxes_ptr=amaxes, history_ptr=history, scales_ptr=scales, counts_ptr=counts, room_ptr=room)
+        tensors = {**state, "known_ptr": known}
         grid, scalars = launch_arguments(*value(history).shape, *rule)
         call_triton(graph, update_scales_kernel, grid, tensors, scalars, like=node)
         return known

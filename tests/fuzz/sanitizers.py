@@ -133,7 +133,8 @@ class Fuzzer:
         counts[5:] = self.numbers.integers(0, 4, (5, slots), dtype=np.int32)  # exponents and flags
         state = self.floats(slots), self.floats(slots * length), self.floats(2 * slots), counts
         rule = (self.random.randrange(4), self.random.choice((1, 3)))
-        self.call("fp8_update_scales", slots, length, *state, self.floats(2 * slots), 448.0, 480.0, 1.75, 6, *rule)
+        room, known = np.array([self.random.randrange(9)], dtype=np.int32), self.floats(2 * slots)
+        self.call("fp8_update_scales", slots, length, *state, room, known, 448.0, 480.0, 1.75, 6, *rule)
 
     def fp8_scaled_mm(self) -> None:
         m, n, k = self.size(), self.size(), self.random.choice(DEEP)

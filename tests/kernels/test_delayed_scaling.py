@@ -149,12 +149,13 @@ def test_the_ops_in_place_do_what_the_functional_ones_do() -> None:
     counts[delayed.MARGIN] = torch.arange(-2, 4)
     counts[delayed.LOOK, 2] = 1
     scales, pending = torch.zeros(2, 6), torch.full((6,), delayed.ABSENT)
-    in_place = [tensor.clone() for tensor in (pending, history, scales, counts)]
+    room = torch.tensor([1], dtype=torch.int32)  # another graph has a slot that was saturated
+    in_place = [tensor.clone() for tensor in (pending, history, scales, counts, room)]
     rule = (448.0, "p99", 2)
     for step in range(7):
         known = torch.empty_like(scales)
-        expected_known = delayed.next_scales_op(pending, history, scales, counts, *rule)
-        history, scales, counts = delayed.update_op(pending, history, scales, counts, *rule)
+        expected_known = delayed.next_scales_op(pending, history, scales, counts, room, *rule)
+        history, scales, counts, room = delayed.update_op(pending, history, scales, counts, room, *rule)
         recorded = [torch.rand(1, 1, generator=generator) * 4**step for _ in range(4)]
         rows = [5, 0, 2, 0]
         delayed.update_in_place_op(*in_place, known, *rule)

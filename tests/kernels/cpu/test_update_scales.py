@@ -27,27 +27,30 @@ amaxes = st.one_of(
 
 
 class State:
-    """C slots with a history of length L, as new but for margins and for slots that are looked at."""
+    """C slots with a history of length L, as new but for margins and for slots that are looked at; ``elsewhere``: what
+    slots of other graphs need."""
 
-    def __init__(self, slots: int, length: int) -> None:
+    def __init__(self, slots: int, length: int, elsewhere: int = 0) -> None:
+        self.elsewhere, self.room = elsewhere, torch.tensor([elsewhere], dtype=torch.int32)
         self.history, self.scales = torch.zeros(slots, length), torch.zeros(2, slots)
         self.counts = torch.zeros(plain.STEADY + 1, slots, dtype=torch.int32)
         self.counts[plain.MARGIN] = torch.arange(slots) % 9 - 2
 
     def step(self, recorded: torch.Tensor, *rule: Any, op: Any = plain.update_in_place_op) -> None:
         """Update, and compare all that was written with the reference."""
-        expected = plain.update(self.history, self.scales, self.counts, recorded, *rule)
+        expected = plain.update(self.history, self.scales, self.counts, recorded, *rule, elsewhere=self.elsewhere)
         given_amaxes, known = recorded.clone(), torch.full_like(self.scales, math.nan)
-        op(given_amaxes, self.history, self.scales, self.counts, known, *rule)
-        for name, found, wanted in zip(("history", "scales", "counts"), self.tensors, expected, strict=True):
+        op(given_amaxes, *self.tensors, known, *rule)
+        expected = *expected, self.elsewhere + plain.room_for(expected[2])
+        for name, found, wanted in zip(("history", "scales", "counts", "room"), self.tensors, expected, strict=True):
             assert torch.equal(found.view(torch.int32), wanted.view(torch.int32)), name
         looked_at = self.counts[plain.LOOK] != 0
         assert torch.equal(known, torch.where(looked_at, 0.0, self.scales))
         assert (given_amaxes == plain.ABSENT).all(), "ready for the pass that begins"
 
     @property
-    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return self.history, self.scales, self.counts
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.history, self.scales, self.counts, self.room
 
 
 def some_amaxes(slots: int, generator: torch.Generator) -> torch.Tensor:
@@ -68,7 +71,7 @@ def test_there_is_a_compiler_so_that_the_tests_below_compare_two_things() -> Non
 @pytest.mark.parametrize("interval", [1, 3])
 @pytest.mark.parametrize("length", [1, 3, 16, 150])
 def test_pass_after_pass_is_bit_equal_to_the_reference(length, interval, algorithm, format) -> None:
-    generator, state = torch.Generator().manual_seed(length), State(70, length)
+    generator, state = torch.Generator().manual_seed(length), State(70, length, elsewhere=length % 5)
     for number in range(40):
         state.counts[plain.LOOK] = torch.arange(70) % 7 == number % 14
         if algorithm == "frozen" and number == 0:
@@ -120,7 +123,7 @@ def test_a_page_without_slots_is_left_alone() -> None:
 
 @each_algorithm
 def test_without_a_compiler_the_reference_runs(algorithm: str) -> None:
-    generator, state = torch.Generator().manual_seed(3), State(20, 5)
+    generator, state = torch.Generator().manual_seed(3), State(20, 5, elsewhere=3)
     for _ in range(12):
         without = torch.ops.fp8_compile.update_scales__formula
         state.step(some_amaxes(20, generator), 448.0, algorithm, 2, op=without)
@@ -129,7 +132,7 @@ def test_without_a_compiler_the_reference_runs(algorithm: str) -> None:
 def test_the_operation_of_a_cpu_is_the_c_plus_plus(monkeypatch: pytest.MonkeyPatch) -> None:
     """And it writes what autograd saved without a change of version."""
     state, recorded, known = State(4, 3), torch.tensor([1.0, plain.ABSENT, 0.0, 5.0]), torch.empty(2, 4)
-    expected = plain.update(*state.tensors, recorded, 448.0, "max", 1)
+    expected = plain.update(*state.tensors[:3], recorded, 448.0, "max", 1)
     monkeypatch.setattr(plain, "update", lambda *arguments: pytest.fail("the reference ran"))
     versions = [tensor._version for tensor in state.tensors]
     plain.update_in_place_op(recorded, *state.tensors, known, 448.0, "max", 1)

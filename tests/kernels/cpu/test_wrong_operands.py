@@ -80,8 +80,8 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     },
     "update_scales_": lambda: {
         "amaxes": torch.ones(7), "history": torch.ones(7, 4), "scales": torch.ones(2, 7),
-        "counts": torch.zeros(10, 7, dtype=torch.int32), "known": torch.ones(2, 7), "largest": 448.0,
-        "algorithm": "max", "interval": 1,
+        "counts": torch.zeros(10, 7, dtype=torch.int32), "room": torch.zeros(1, dtype=torch.int32),
+        "known": torch.ones(2, 7), "largest": 448.0, "algorithm": "max", "interval": 1,
     },
     **{
         op: lambda: {"amaxes": torch.ones(7), "recorded": [torch.ones(()), torch.ones(1, 1)], "rows": [3, 0]}

@@ -12,7 +12,7 @@ import torch
 from interpreted import check_same, interpreted
 from stub_driver import stub_driver
 
-from fp8_compile.kernels.delayed_scaling import LOOK, MARGIN, SATURATED, SMALL, STEADY
+from fp8_compile.kernels.delayed_scaling import LOOK, MARGIN, SATURATED, SMALL, STEADY, room_for
 from fp8_compile.kernels.gpu import tile, update_scales
 
 each_algorithm = pytest.mark.parametrize("algorithm", list(update_scales.ALGORITHMS))
@@ -21,7 +21,8 @@ each_algorithm = pytest.mark.parametrize("algorithm", list(update_scales.ALGORIT
 class State:
     """C slots with a history of length L, as new; each has a margin, either the one given or one of its own."""
 
-    def __init__(self, slots: int, length: int, margin: int | None = 0) -> None:
+    def __init__(self, slots: int, length: int, margin: int | None = 0, elsewhere: int = 0) -> None:
+        self.elsewhere, self.room = elsewhere, torch.tensor([elsewhere], dtype=torch.int32)
         self.history = torch.zeros(slots, length)
         self.scales = torch.zeros(2, slots)
         self.counts = torch.zeros(STEADY + 1, slots, dtype=torch.int32)
@@ -30,11 +31,12 @@ class State:
     def step(self, amaxes: torch.Tensor, *arguments) -> None:
         """Update, and compare with the reference."""
         state = (self.history, self.scales, self.counts)
-        expected = update_scales.reference(*state, amaxes, *arguments)
+        expected = update_scales.reference(*state, amaxes, *arguments, elsewhere=self.elsewhere)
         recorded = amaxes.clone()
         with interpreted(update_scales, tile):
-            known = update_scales.update_scales(*state, recorded, *arguments)
-        for actual, wanted in zip(state, expected):
+            known = update_scales.update_scales(*state, recorded, *arguments, room=self.room)
+        expected = *expected, self.elsewhere + room_for(expected[2])
+        for actual, wanted in zip((*state, self.room), expected, strict=True):
             check_same(actual, wanted)
         check_same(known, torch.where(self.counts[LOOK] == 0, self.scales, 0.0))
         assert (recorded == tile.NOTHING).all()
@@ -53,7 +55,7 @@ def some_amaxes(slots: int, generator: torch.Generator) -> torch.Tensor:
 @pytest.mark.parametrize("length", [1, 3, 16])
 def test_pass_after_pass_is_bit_equal_to_the_reference(algorithm: str, length: int, generator) -> None:
     # p99 sorts, which takes the interpreter a second a pass.
-    state = State(slots=5 if algorithm == "p99" else 70, length=length, margin=None)
+    state = State(slots=5 if algorithm == "p99" else 70, length=length, margin=None, elsewhere=length % 5)
     for number in range(4 if algorithm == "p99" else 2 * length + 3):
         state.counts[LOOK] = torch.arange(len(state.history)) % 7 == number % 14
         state.step(some_amaxes(len(state.history), generator), 448.0, "max" if number == 0 else algorithm, 2)
@@ -64,7 +66,7 @@ def test_pass_after_pass_is_bit_equal_to_the_reference(algorithm: str, length: i
 def test_room_comes_from_and_goes_to_slots_of_every_block(algorithm: str, largest: float) -> None:
     slots = 5 if algorithm == "p99" else 150  # three blocks of 64 but for p99, see above
     for saturated in ([0], [slots - 1], [0, slots // 2, slots - 1]):
-        state = State(slots, length=16, margin=None)
+        state = State(slots, length=16, margin=None, elsewhere=2)
         state.step(torch.ones(slots), largest, "max", 1)
         before = state.scales.clone()
         amaxes = torch.full((slots,), tile.NOTHING)

@@ -78,8 +78,8 @@ def test_golden_of_the_gemms_of_a_training_step() -> None:
     expecttest.assert_expected_inline("\n".join(texts), """\
 _scaled_mm: bf16[16, 64] = _scaled_mm(to_2, to_5.T, view_1, view_3, fast_accum)
 cublaslt_mm: bf16[16, 32] = cublaslt_mm(to_8, to_11.T, view_5, view_7, view_8, None, fast_accumulation)
-return cublaslt_mm, primals_5, primals_6, primals_7, primals_8, view_1, to_2, view_3, to_5, _scaled_mm, view_4,
-    view_5, view_7, to_11
+return cublaslt_mm, primals_9, primals_10, primals_11, primals_12, primals_13, view_1, to_2, view_3, to_5,
+    _scaled_mm, view_4, view_5, view_7, to_11
 
 cublaslt_mm: bf16[32, 64] = cublaslt_mm(to_2.T, to_4, view_1, view_default_5, None, None)
 cublaslt_mm_1: bf16[16, 64] = cublaslt_mm(to_2, convert_element_type_default_11, view_1, view_default_7, None, None)
@@ -87,7 +87,7 @@ cublaslt_mm_2: bf16[64, 32] = cublaslt_mm(to_7.T, convert_element_type_default_2
     None)
 cublaslt_mm_3: bf16[16, 32] = cublaslt_mm(to_7, convert_element_type_default_5, view_3, view_default_3, view_4,
     None)
-return None, None, None, None, None, None, None, None, cublaslt_mm_2, cublaslt_mm_3, cublaslt_mm
+return cublaslt_mm_2, cublaslt_mm_3, cublaslt_mm, None, None, None, None, None, None, None, None, None, None
 """)
 
 

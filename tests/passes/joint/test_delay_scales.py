@@ -73,8 +73,8 @@ def add_state(graph: fx.Graph, rows: int, *, stats: bool = False, frozen: bool =
     first = next(iter(graph.nodes))
     mode: FakeTensorMode = first.meta["val"].fake_mode
     shapes = {"amaxes": (rows,), "history": (rows, LENGTH), "scales": (2, rows), "counts": (STEADY + 1, rows)}
-    shapes[STATS] = (rows, 5)
-    dtypes = {"counts": torch.int32, STATS: torch.float64}
+    shapes |= {"room": (1,), STATS: (rows, 5)}
+    dtypes = {"counts": torch.int32, "room": torch.int32, STATS: torch.float64}
     with graph.inserting_before(first):
         for direction in (FORWARD, BACKWARD, FROZEN)[: 3 if frozen else 2]:
             for field in (*FIELDS, STATS) if stats else FIELDS:
@@ -139,17 +139,19 @@ fp8_forward_0_amaxes: f32[4]
 fp8_forward_0_history: f32[4, 3]
 fp8_forward_0_scales: f32[2, 4]
 fp8_forward_0_counts: i32[10, 4]
+fp8_forward_0_room: i32[1]
 fp8_backward_0_amaxes: f32[4]
 fp8_backward_0_history: f32[4, 3]
 fp8_backward_0_scales: f32[2, 4]
 fp8_backward_0_counts: i32[10, 4]
+fp8_backward_0_room: i32[1]
 primals_1: f32[64, 32]
 primals_2: f32[8, 32]
 tangents_1: f32[8, 64]
 next_scales: f32[2, 4] = next_scales(fp8_backward_0_amaxes, fp8_backward_0_history, fp8_backward_0_scales,
-    fp8_backward_0_counts, 57344.0, max, 1)
+    fp8_backward_0_counts, fp8_backward_0_room, 57344.0, max, 1)
 next_scales_1: f32[2, 4] = next_scales(fp8_forward_0_amaxes, fp8_forward_0_history, fp8_forward_0_scales,
-    fp8_forward_0_counts, 448.0, max, 1)
+    fp8_forward_0_counts, fp8_forward_0_room, 448.0, max, 1)
 select: f32[4] = select(next_scales_1, 0, 0)
 select_1: f32[] = select(select, 0, 0)
 view: f32[1, 1] = view(select_1, [1, 1])
@@ -206,21 +208,23 @@ bitcast_4: u8[64, 32] = bitcast(to_1, u8)
 clone_2: u8[32, 64] = clone(bitcast_4.T)
 bitcast_5: e4m3[32, 64] = bitcast(clone_2, e4m3)
 _scaled_mm_2: f32[8, 32] = _scaled_mm(to_2, bitcast_5.T, view_5, view_3)
-update_scales: (f32[4, 3], f32[2, 4], i32[10, 4]) = update_scales(fp8_forward_0_amaxes, fp8_forward_0_history,
-    fp8_forward_0_scales, fp8_forward_0_counts, 448.0, max, 1)
+update_scales: (f32[4, 3], f32[2, 4], i32[10, 4], i32[1]) = update_scales(fp8_forward_0_amaxes,
+    fp8_forward_0_history, fp8_forward_0_scales, fp8_forward_0_counts, fp8_forward_0_room, 448.0, max, 1)
 record_amaxes: f32[4] = record_amaxes(fp8_forward_0_amaxes, [amax, amax_1], [0, 1], [next_scales_1, bitcast_3,
     bitcast_5])
 copy_: f32[4, 3] = copy_(fp8_forward_0_history, update_scales[0])
 copy__1: f32[2, 4] = copy_(fp8_forward_0_scales, update_scales[1])
 copy__2: i32[10, 4] = copy_(fp8_forward_0_counts, update_scales[2])
-copy__3: f32[4] = copy_(fp8_forward_0_amaxes, record_amaxes)
-update_scales_1: (f32[4, 3], f32[2, 4], i32[10, 4]) = update_scales(fp8_backward_0_amaxes, fp8_backward_0_history,
-    fp8_backward_0_scales, fp8_backward_0_counts, 57344.0, max, 1)
+copy__3: i32[1] = copy_(fp8_forward_0_room, update_scales[3])
+copy__4: f32[4] = copy_(fp8_forward_0_amaxes, record_amaxes)
+update_scales_1: (f32[4, 3], f32[2, 4], i32[10, 4], i32[1]) = update_scales(fp8_backward_0_amaxes,
+    fp8_backward_0_history, fp8_backward_0_scales, fp8_backward_0_counts, fp8_backward_0_room, 57344.0, max, 1)
 record_amaxes_1: f32[4] = record_amaxes(fp8_backward_0_amaxes, [amax_2], [0], [next_scales])
-copy__4: f32[4, 3] = copy_(fp8_backward_0_history, update_scales_1[0])
-copy__5: f32[2, 4] = copy_(fp8_backward_0_scales, update_scales_1[1])
-copy__6: i32[10, 4] = copy_(fp8_backward_0_counts, update_scales_1[2])
-copy__7: f32[4] = copy_(fp8_backward_0_amaxes, record_amaxes_1)
+copy__5: f32[4, 3] = copy_(fp8_backward_0_history, update_scales_1[0])
+copy__6: f32[2, 4] = copy_(fp8_backward_0_scales, update_scales_1[1])
+copy__7: i32[10, 4] = copy_(fp8_backward_0_counts, update_scales_1[2])
+copy__8: i32[1] = copy_(fp8_backward_0_room, update_scales_1[3])
+copy__9: f32[4] = copy_(fp8_backward_0_amaxes, record_amaxes_1)
 return _scaled_mm, _scaled_mm_1, _scaled_mm_2
 """)
 
@@ -233,9 +237,9 @@ def state_and_scales(node: fx.Node) -> bool:
 def test_golden_for_a_cpu_where_a_slot_without_a_scale_takes_its_own(linear: JointGraph) -> None:
     expecttest.assert_expected_inline(render(delayed(linear).graph, state_and_scales), """\
 next_scales: f32[2, 4] = next_scales(fp8_backward_0_amaxes, fp8_backward_0_history, fp8_backward_0_scales,
-    fp8_backward_0_counts, 57344.0, max, 1)
+    fp8_backward_0_counts, fp8_backward_0_room, 57344.0, max, 1)
 next_scales_1: f32[2, 4] = next_scales(fp8_forward_0_amaxes, fp8_forward_0_history, fp8_forward_0_scales,
-    fp8_forward_0_counts, 448.0, max, 1)
+    fp8_forward_0_counts, fp8_forward_0_room, 448.0, max, 1)
 select: f32[4] = select(next_scales_1, 0, 0)
 select_1: f32[] = select(select, 0, 0)
 amax: f32[1, 1] = amax(abs, [0, 1], True)
@@ -260,20 +264,22 @@ where_5: f32[1, 1] = where(gt_5, view_2, where_4)
 reciprocal_5: f32[1, 1] = reciprocal(where_5)
 _scaled_mm_1: f32[64, 32] = _scaled_mm(to_2.T, to, reciprocal_5.T, reciprocal_1)
 _scaled_mm_2: f32[8, 32] = _scaled_mm(to_2, to_1, reciprocal_5, reciprocal_3)
-update_scales: (f32[4, 3], f32[2, 4], i32[10, 4]) = update_scales(fp8_forward_0_amaxes, fp8_forward_0_history,
-    fp8_forward_0_scales, fp8_forward_0_counts, 448.0, max, 1)
+update_scales: (f32[4, 3], f32[2, 4], i32[10, 4], i32[1]) = update_scales(fp8_forward_0_amaxes,
+    fp8_forward_0_history, fp8_forward_0_scales, fp8_forward_0_counts, fp8_forward_0_room, 448.0, max, 1)
 record_amaxes: f32[4] = record_amaxes(fp8_forward_0_amaxes, [amax, amax_1], [0, 1], [next_scales_1])
 copy_: f32[4, 3] = copy_(fp8_forward_0_history, update_scales[0])
 copy__1: f32[2, 4] = copy_(fp8_forward_0_scales, update_scales[1])
 copy__2: i32[10, 4] = copy_(fp8_forward_0_counts, update_scales[2])
-copy__3: f32[4] = copy_(fp8_forward_0_amaxes, record_amaxes)
-update_scales_1: (f32[4, 3], f32[2, 4], i32[10, 4]) = update_scales(fp8_backward_0_amaxes, fp8_backward_0_history,
-    fp8_backward_0_scales, fp8_backward_0_counts, 57344.0, max, 1)
+copy__3: i32[1] = copy_(fp8_forward_0_room, update_scales[3])
+copy__4: f32[4] = copy_(fp8_forward_0_amaxes, record_amaxes)
+update_scales_1: (f32[4, 3], f32[2, 4], i32[10, 4], i32[1]) = update_scales(fp8_backward_0_amaxes,
+    fp8_backward_0_history, fp8_backward_0_scales, fp8_backward_0_counts, fp8_backward_0_room, 57344.0, max, 1)
 record_amaxes_1: f32[4] = record_amaxes(fp8_backward_0_amaxes, [amax_2], [0], [next_scales])
-copy__4: f32[4, 3] = copy_(fp8_backward_0_history, update_scales_1[0])
-copy__5: f32[2, 4] = copy_(fp8_backward_0_scales, update_scales_1[1])
-copy__6: i32[10, 4] = copy_(fp8_backward_0_counts, update_scales_1[2])
-copy__7: f32[4] = copy_(fp8_backward_0_amaxes, record_amaxes_1)
+copy__5: f32[4, 3] = copy_(fp8_backward_0_history, update_scales_1[0])
+copy__6: f32[2, 4] = copy_(fp8_backward_0_scales, update_scales_1[1])
+copy__7: i32[10, 4] = copy_(fp8_backward_0_counts, update_scales_1[2])
+copy__8: i32[1] = copy_(fp8_backward_0_room, update_scales_1[3])
+copy__9: f32[4] = copy_(fp8_backward_0_amaxes, record_amaxes_1)
 return _scaled_mm, _scaled_mm_1, _scaled_mm_2
 """)
 
@@ -291,7 +297,7 @@ def test_one_update_and_one_record_a_direction_however_many_layers(stack: JointG
         "next_scales": 2, "update_scales": 2, "record_amaxes": 2, "add_counts": 2 * stats,
     }  # fmt: skip
     assert counts["amax"] == 15, "each tensor is reduced once"
-    assert counts["copy_"] == 8 + 2 * stats and "quantize" not in counts
+    assert counts["copy_"] == 10 + 2 * stats and "quantize" not in counts
     assert (len(made.pool.slots[FORWARD]), len(made.pool.slots[BACKWARD])) == (10, 5)
     recorded = [node for node in made.graph.nodes if op_name(node) == "record_amaxes"]
     assert sorted(len(node.args[1]) for node in recorded) == [5, 10]

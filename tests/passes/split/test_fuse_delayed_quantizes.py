@@ -38,7 +38,7 @@ def state_as_it_starts(graph: fx.Graph, known: float) -> list[torch.Tensor]:
         for user in node.users:
             if op_name(user) == "next_scales":
                 position = user.args.index(node)
-                inputs[index].fill_((-1.0, 0.0, known, 0)[position])
+                inputs[index].fill_((-1.0, 0.0, known, 0, 0)[position])
     return inputs
 
 
@@ -52,70 +52,75 @@ def linear() -> Split:
 def test_golden_forward(linear: Split) -> None:
     _, fused, _ = before_and_after(linear.forward)
     expecttest.assert_expected_inline(render(fused), """\
-primals_1: f32[32]
-primals_2: f32[32, 16]
-primals_3: f32[2, 32]
-primals_4: i32[10, 32]
-primals_5: f32[32]
-primals_6: f32[32, 16]
-primals_7: f32[2, 32]
-primals_8: i32[10, 32]
-primals_9: f32[64, 32]
-primals_10: f32[8, 32]
-next_scales: f32[2, 32] = next_scales(primals_1, primals_2, primals_3, primals_4, 448.0, max, 1)
+primals_1: f32[64, 32]
+primals_2: f32[8, 32]
+primals_3: f32[32]
+primals_4: f32[32, 16]
+primals_5: f32[2, 32]
+primals_6: i32[10, 32]
+primals_7: i32[1]
+primals_8: f32[32]
+primals_9: f32[32, 16]
+primals_10: f32[2, 32]
+primals_11: i32[10, 32]
+primals_12: i32[1]
+next_scales: f32[2, 32] = next_scales(primals_3, primals_4, primals_5, primals_6, primals_7, 448.0, max, 1)
 select: f32[32] = select(next_scales, 0, 0)
 select_1: f32[] = select(select, 0, 0)
 view: f32[1, 1] = view(select_1, [1, 1])
-quantize_delayed: (e4m3[8, 32], f32[1, 1], f32[1, 1], f32[1, 1]) = quantize_delayed(primals_10, view, e4m3, True)
+quantize_delayed: (e4m3[8, 32], f32[1, 1], f32[1, 1], f32[1, 1]) = quantize_delayed(primals_2, view, e4m3, True)
 select_2: f32[] = select(select, 0, 1)
 view_1: f32[1, 1] = view(select_2, [1, 1])
-quantize_delayed_1: (e4m3[64, 32], f32[1, 1], f32[1, 1], f32[1, 1]) = quantize_delayed(primals_9, view_1, e4m3,
+quantize_delayed_1: (e4m3[64, 32], f32[1, 1], f32[1, 1], f32[1, 1]) = quantize_delayed(primals_1, view_1, e4m3,
     True)
 scaled_mm: f32[8, 64] = scaled_mm(quantize_delayed[0], quantize_delayed_1[0].T, quantize_delayed[2],
     quantize_delayed_1[2].T, None, f32)
-update_scales: (f32[32, 16], f32[2, 32], i32[10, 32]) = update_scales(primals_1, primals_2, primals_3, primals_4,
-    448.0, max, 1)
-record_amaxes: f32[32] = record_amaxes(primals_1, [quantize_delayed[3], quantize_delayed_1[3]], [0, 1],
+update_scales: (f32[32, 16], f32[2, 32], i32[10, 32], i32[1]) = update_scales(primals_3, primals_4, primals_5,
+    primals_6, primals_7, 448.0, max, 1)
+record_amaxes: f32[32] = record_amaxes(primals_3, [quantize_delayed[3], quantize_delayed_1[3]], [0, 1],
     [next_scales])
-copy_: f32[32, 16] = copy_(primals_2, update_scales[0])
-copy__1: f32[2, 32] = copy_(primals_3, update_scales[1])
-copy__2: i32[10, 32] = copy_(primals_4, update_scales[2])
-copy__3: f32[32] = copy_(primals_1, record_amaxes)
-return scaled_mm, primals_5, primals_6, primals_7, primals_8, primals_9, quantize_delayed[2], quantize_delayed[0],
-    quantize_delayed_1[1], quantize_delayed_1[2]
+copy_: f32[32, 16] = copy_(primals_4, update_scales[0])
+copy__1: f32[2, 32] = copy_(primals_5, update_scales[1])
+copy__2: i32[10, 32] = copy_(primals_6, update_scales[2])
+copy__3: i32[1] = copy_(primals_7, update_scales[3])
+copy__4: f32[32] = copy_(primals_3, record_amaxes)
+return scaled_mm, primals_1, primals_8, primals_9, primals_10, primals_11, primals_12, quantize_delayed[2],
+    quantize_delayed[0], quantize_delayed_1[1], quantize_delayed_1[2]
 """)
 
 
 def test_golden_backward(linear: Split) -> None:
     _, fused, _ = before_and_after(linear.backward)
     expecttest.assert_expected_inline(render(fused), """\
-primals_5: f32[32]
-primals_6: f32[32, 16]
-primals_7: f32[2, 32]
-primals_8: i32[10, 32]
-primals_9: f32[64, 32]
+primals_1: f32[64, 32]
+primals_8: f32[32]
+primals_9: f32[32, 16]
+primals_10: f32[2, 32]
+primals_11: i32[10, 32]
+primals_12: i32[1]
 reciprocal_default_1: f32[1, 1]
 convert_element_type_default: e4m3[8, 32]
 where_self_3: f32[1, 1]
 reciprocal_default_3: f32[1, 1]
 tangents_1: f32[8, 64]
-next_scales: f32[2, 32] = next_scales(primals_5, primals_6, primals_7, primals_8, 57344.0, max, 1)
+next_scales: f32[2, 32] = next_scales(primals_8, primals_9, primals_10, primals_11, primals_12, 57344.0, max, 1)
 select: f32[32] = select(next_scales, 0, 0)
 select_1: f32[] = select(select, 0, 0)
 view: f32[1, 1] = view(select_1, [1, 1])
 quantize_delayed: (e5m2[8, 64], f32[1, 1], f32[1, 1], f32[1, 1]) = quantize_delayed(tangents_1, view, e5m2, True)
 scaled_mm: f32[64, 32] = scaled_mm(quantize_delayed[0].T, convert_element_type_default, quantize_delayed[2].T,
     reciprocal_default_1, None, f32)
-cast: e4m3[64, 32] = cast(primals_9, where_self_3, e4m3, [-1, -1])
+cast: e4m3[64, 32] = cast(primals_1, where_self_3, e4m3, [-1, -1])
 scaled_mm_1: f32[8, 32] = scaled_mm(quantize_delayed[0], cast, quantize_delayed[2], reciprocal_default_3, None, f32)
-update_scales: (f32[32, 16], f32[2, 32], i32[10, 32]) = update_scales(primals_5, primals_6, primals_7, primals_8,
-    57344.0, max, 1)
-record_amaxes: f32[32] = record_amaxes(primals_5, [quantize_delayed[3]], [0], [next_scales])
-copy_: f32[32, 16] = copy_(primals_6, update_scales[0])
-copy__1: f32[2, 32] = copy_(primals_7, update_scales[1])
-copy__2: i32[10, 32] = copy_(primals_8, update_scales[2])
-copy__3: f32[32] = copy_(primals_5, record_amaxes)
-return None, None, None, None, None, None, None, None, scaled_mm, scaled_mm_1
+update_scales: (f32[32, 16], f32[2, 32], i32[10, 32], i32[1]) = update_scales(primals_8, primals_9, primals_10,
+    primals_11, primals_12, 57344.0, max, 1)
+record_amaxes: f32[32] = record_amaxes(primals_8, [quantize_delayed[3]], [0], [next_scales])
+copy_: f32[32, 16] = copy_(primals_9, update_scales[0])
+copy__1: f32[2, 32] = copy_(primals_10, update_scales[1])
+copy__2: i32[10, 32] = copy_(primals_11, update_scales[2])
+copy__3: i32[1] = copy_(primals_12, update_scales[3])
+copy__4: f32[32] = copy_(primals_8, record_amaxes)
+return scaled_mm, scaled_mm_1, None, None, None, None, None, None, None, None, None, None
 """)
 
 

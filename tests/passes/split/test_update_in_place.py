@@ -91,7 +91,7 @@ def state_inputs(graph: fx.Graph, seed: int) -> list[Any]:
 def test_one_update_at_the_start_and_one_record_at_the_end_of_each_half(three_layers: Split) -> None:
     for graph, slots in ((three_layers.forward, 6), (three_layers.backward, 3)):
         before = ops(graph)
-        assert [before[op] for op in ("next_scales", "update_scales", "record_amaxes", "copy_")] == [1, 1, 1, 4]
+        assert [before[op] for op in ("next_scales", "update_scales", "record_amaxes", "copy_")] == [1, 1, 1, 5]
         after, changes = in_place(graph)
         assert changes == 1 and not FUNCTIONAL & set(ops(after))
         assert (ops(after)["update_scales_"], ops(after)["record_amaxes_"]) == (1, 1)
@@ -107,10 +107,10 @@ def test_each_half_writes_to_its_own_page_and_to_no_other(three_layers: Split) -
     for name, graph in (("forward", three_layers.forward), ("backward", three_layers.backward)):
         (update,) = [node for node in in_place(graph)[0].nodes if op_name(node) == "update_scales_"]
         (record,) = [node for node in in_place(graph)[0].nodes if op_name(node) == "record_amaxes_"]
-        written[name] = {arg.name for arg in update.args[:4]}
+        written[name] = {arg.name for arg in update.args[:5]}
         assert record.args[0].name == update.args[0].name, "what is recorded here is read by the next update here"
-        assert update.args[5] == {"forward": 448.0, "backward": 57344.0}[name]
-    assert len(written["forward"]) == len(written["backward"]) == 4
+        assert update.args[6] == {"forward": 448.0, "backward": 57344.0}[name]
+    assert len(written["forward"]) == len(written["backward"]) == 5
     assert not written["forward"] & written["backward"]
 
 
@@ -121,15 +121,17 @@ def test_golden_of_the_state_in_both_halves(one_layer: Split) -> None:
         for graph in (one_layer.forward, one_layer.backward)
     )
     expecttest.assert_expected_inline(text, """\
-empty_like: f32[2, 32] = empty_like(primals_3)
-update_scales_: None = update_scales_(primals_1, primals_2, primals_3, primals_4, empty_like, 448.0, max, 1)
+empty_like: f32[2, 32] = empty_like(primals_5)
+update_scales_: None = update_scales_(primals_3, primals_4, primals_5, primals_6, primals_7, empty_like, 448.0, max,
+    1)
 amax: f32[1, 1] = amax(abs, [0, 1], True)
 amax_1: f32[1, 1] = amax(abs_1, [0, 1], True)
-record_amaxes_: None = record_amaxes_(primals_1, [amax, amax_1], [0, 1])
-empty_like: f32[2, 32] = empty_like(primals_7)
-update_scales_: None = update_scales_(primals_5, primals_6, primals_7, primals_8, empty_like, 57344.0, max, 1)
+record_amaxes_: None = record_amaxes_(primals_3, [amax, amax_1], [0, 1])
+empty_like: f32[2, 32] = empty_like(primals_10)
+update_scales_: None = update_scales_(primals_8, primals_9, primals_10, primals_11, primals_12, empty_like, 57344.0,
+    max, 1)
 amax: f32[1, 1] = amax(abs, [0, 1], True)
-record_amaxes_: None = record_amaxes_(primals_5, [amax], [0])
+record_amaxes_: None = record_amaxes_(primals_8, [amax], [0])
 """)
 
 
@@ -163,13 +165,14 @@ def test_results_and_state_are_the_same_bits_as_before(three_layers: Split, half
 
 def on_a_gpu(rule: tuple[float, str, int] = RULE) -> fx.Graph:
     graph, mode = fx.Graph(), FakeTensorMode()
-    shapes = {"amaxes": (8,), "history": (8, 16), "scales": (2, 8), "counts": (7, 8), "x": (16, 32), "y": (16, 32)}
+    shapes = {"amaxes": (8,), "history": (8, 16), "scales": (2, 8), "counts": (7, 8), "room": (1,)}
+    shapes |= {"x": (16, 32), "y": (16, 32)}
     state = []
     for name, shape in shapes.items():
         node = graph.placeholder(name)
         with mode:
             node.meta["val"] = torch.empty(
-                shape, device="cuda", dtype=torch.int32 if name == "counts" else torch.float32
+                shape, device="cuda", dtype=torch.int32 if name in ("counts", "room") else torch.float32
             )
         state.append(node)
     *state, x, y = state
@@ -180,7 +183,7 @@ def on_a_gpu(rule: tuple[float, str, int] = RULE) -> fx.Graph:
         recorded.append(emit(graph, aten.amax.default, magnitude, [0, 1], True, like=x, mark=Mark(kind=Kind.SCALES)))
     scale = emit(graph, aten.select.int, known, 0, 0, like=x)
     new = emit(graph, update_op, *state, *rule, like=x)
-    results = [getitem(graph, new, index) for index in range(3)]
+    results = [getitem(graph, new, index) for index in range(4)]
     amaxes = emit(graph, record_op, state[0], recorded, [3, 5], [known], like=x)
     for old, result in zip((*state[1:], state[0]), (*results, amaxes)):
         emit(graph, aten.copy_.default, old, result, like=x)
@@ -193,8 +196,8 @@ def test_golden_for_a_gpu() -> None:
     assert apply(UpdateInPlace(), graph) == 1
     (launch,) = [node for node in graph.nodes if op_name(node) == "triton_kernel_wrapper_mutation"]
     assert kernel_side_table.get_kernel(launch.kwargs["kernel_idx"]).__name__ == "update_scales_kernel"
-    assert [node.name for node in launch.kwargs["kwargs"].values() if isinstance(node, fx.Node)][:4] == [
-        "amaxes", "history", "scales", "counts",
+    assert [node.name for node in launch.kwargs["kwargs"].values() if isinstance(node, fx.Node)][:5] == [
+        "amaxes", "history", "scales", "counts", "room",
     ]  # fmt: skip
     lines = render(graph, lambda node: op_name(node) in ("empty_like", "select", "record_amax", "amax"))
     expecttest.assert_expected_inline(lines, """\
