@@ -190,6 +190,7 @@ class _Graph:
         looks = slots is not None and not slots.frozen and not self._looks_itself
         warms = slots is not None and self.config.warmup_steps > 0 and torch.is_grad_enabled()
         records = slots is not None and dump is not None and dump.trains and self.config.stats
+        tell_dump = functools.partial(_tell_dump, dump, records) if dump is not None else None
         return SharedCode(
             compiled,
             Caller(self.gm),
@@ -203,7 +204,7 @@ class _Graph:
             bool(report.rewritten),
             looking=self._compile_looking() if looks else None,
             warming=self._compile_warm_up() if warms else None,
-            new_recorder=functools.partial(_new_recorder, dump) if dump and records else None,
+            tell_dump=tell_dump,
         )
 
     def _compile_looking(self) -> Callable[..., Any]:
@@ -259,8 +260,10 @@ class _Graph:
         return compile_joint(gm, inputs, {**patches, **ours}, inner_compile, whole=whole)
 
 
-def _new_recorder(dump: GraphDump, slots: BoundSlots) -> RunRecorder:
-    return RunRecorder(dump.path, slots, dump.refresh_page)
+def _tell_dump(dump: GraphDump, records: bool, name: str, slots: BoundSlots | None) -> RunRecorder | None:
+    """A module runs the graph."""
+    path = dump.add_module(name)
+    return RunRecorder(path, slots, dump.refresh_page) if records and slots is not None else None
 
 
 def new_dump(config: Config, names: ModuleNames) -> GraphDump | None:

@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from fp8_compile.config import Config
 from fp8_compile.scaling.coverage import note_fp8
 from fp8_compile.scaling.find_state import state_of_modules
-from fp8_compile.scaling.graph_slots import GraphSlots
+from fp8_compile.scaling.graph_slots import BoundSlots, GraphSlots
 from fp8_compile.scaling.graph_weights import FreshWeights, GraphWeights
 from fp8_compile.scaling.layout import Prefix
 from fp8_compile.scaling.loss_scale import loss_scale_of
@@ -34,6 +34,7 @@ from fp8_compile.torch_internals.dynamo import (
 from fp8_compile.torch_internals.graphs import is_fake
 from fp8_compile.torch_internals.modules import unwrap
 
+from .module_names import whole_model
 from .runner import Code, Runner
 
 
@@ -88,7 +89,7 @@ class SharedCode:
     has_fp8: bool
     looking: Code | None = None
     warming: Code | None = None
-    new_recorder: Callable[..., RunRecorder] | None = None
+    tell_dump: Callable[[str, BoundSlots | None], RunRecorder | None] | None = None  # that a module runs the code
 
     def __post_init__(self) -> None:
         self._runners: dict[Any, Runner] = {}
@@ -138,7 +139,7 @@ class SharedCode:
             inputs += scale.inputs(given.device).values()
             if state is not None:
                 state.set_gradient_unit(scale.value)
-        recorder = self.new_recorder(slots) if self.new_recorder is not None and slots is not None else None
+        recorder = self.tell_dump(self._name_of(modules, prefix), slots) if self.tell_dump is not None else None
         return Runner(
             self.compiled,
             state,
@@ -151,6 +152,16 @@ class SharedCode:
             warmup_steps=self.config.warmup_steps,
             recorder=recorder,
         )
+
+    @staticmethod
+    def _name_of(modules: list[nn.Module], prefix: Prefix) -> str:
+        """What the frame's module is called in the largest model on the stack, "layers.3"; its class if it is that."""
+        if not modules:
+            return "a compiled function"
+        whole = whole_model(modules[0])
+        names = (name for name, module in whole.named_modules() if unwrap(module) is modules[0])
+        found = ".".join(part for part in (next(names, ""), prefix.name) if part)
+        return found or type(modules[0]).__name__
 
     def _prefix_in(self, modules: list[nn.Module], args: Sequence[Any]) -> Prefix:
         """What the frame's module is called in the model that is running, told by where its parameters are there."""

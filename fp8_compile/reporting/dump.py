@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import fx
 
 from fp8_compile.passes.graph.roles import Names
+from fp8_compile.scaling.recorder import FILE as RECORD
 from fp8_compile.whole_files import written_beside
 
 from .graph_stages import Stage, capture, encode, mark_sites, name_slots, saved_for_backward, slots_by_site
@@ -52,7 +53,8 @@ class GraphDump:
                   joint.graphml  joint.dot       the same after all passes
                   report.json  report.txt        every matmul and what became of it
                   graphs.json                    the graphs of report.html, see graph_stages.py
-                  passes.jsonl                   amaxes and scales over time, see scaling/recorder.py
+                  passes.jsonl                   amaxes and scales over time, see scaling/recorder.py; of the first
+                                                 module that runs the graph, passes.1.jsonl of the second
                   report.html                    all of it as a page to look at
 
     A file is written completely or not at all. When the disk fails in the middle of a run, one warning is logged and
@@ -66,6 +68,7 @@ class GraphDump:
         self._saved: dict[str, int] | None = None
         self._report: Report | None = None
         self.slot_names: dict[str, str] = {}  # of quantized tensors, once the graph is compiled
+        self.modules: list[str] = []  # that run the graph
         self._stopped = False
 
     @classmethod
@@ -139,10 +142,18 @@ class GraphDump:
         """Write the page of a dump folder again, with what was recorded since."""
         refresh(folder)
 
+    def add_module(self, name: str) -> Path:
+        """One more module runs the graph; where its amaxes and scales may be recorded."""
+        number = len(self.modules)
+        self.modules.append(name)
+        if self._report is not None:
+            self.write_report(self._report)
+        return self.path / (RECORD if number == 0 else f"{Path(RECORD).stem}.{number}{Path(RECORD).suffix}")
+
     def write_report(self, report: Report) -> None:
         """Write the report and the page; called again when a later graph, such as a backward, has been compiled."""
         self._report = report
-        data = {**report.to_dict(), **self._figures(report)}
+        data = {**report.to_dict(), **self._figures(report), "modules": self.modules}
         self._write("report.json", json.dumps(data, indent=2) + "\n")
         self._write("report.txt", f"{report}\n")
         self._write("graphs.json", json.dumps(encode(list(self._stages.values())), separators=(",", ":")) + "\n")

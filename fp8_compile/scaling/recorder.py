@@ -1,4 +1,5 @@
-"""Amaxes, scales and counts of a graph's tensors over time: ``passes.jsonl`` in its dump folder.
+"""Amaxes, scales and counts of a graph's tensors over time: ``passes.jsonl`` in its dump folder, for the first module
+that runs the graph; ``passes.1.jsonl`` for the second, and so on.
 
 The first line names the tensors, each further one is a moment (null: not part of it; "inf", "nan": not finite):
 
@@ -41,9 +42,9 @@ class RunRecorder:
     """Records one graph's slots. :meth:`begin_run` is called before each run, :meth:`record` by a user
     who knows better when a step ends."""
 
-    def __init__(self, folder: Path, slots: BoundSlots, show: Callable[[Path], object]) -> None:
+    def __init__(self, path: Path, slots: BoundSlots, show: Callable[[Path], object]) -> None:
         """``show`` makes the page of the folder again, with what was recorded since."""
-        self.folder, self.state, self._show = folder, slots.state, show
+        self.path, self.folder, self.state, self._show = path, path.parent, slots.state, show
         self.places = {str(slot): place for slot, place in slots.places.items()}
         self._rows = set(slots.places.values())
         self._counted = {slot: [0.0] * 5 for slot in self.places}
@@ -129,7 +130,7 @@ class RunRecorder:
         if self._stopped:
             return
         try:
-            with (self.folder / FILE).open("a", encoding="ascii") as file:
+            with self.path.open("a", encoding="ascii") as file:
                 file.write(json.dumps(line, separators=(",", ":"), allow_nan=False) + "\n")
             self._lines += 1
         except OSError as error:

@@ -182,7 +182,35 @@ def without_gradients(rank: int, folder: pathlib.Path) -> dict[str, Any]:
     return {"seen": seen, "told": told}
 
 
-SCENARIOS = {"ddp": ddp, "fsdp": fsdp, "tensor_parallel": tensor_parallel, "without_gradients": without_gradients}
+def by_block(rank: int, folder: pathlib.Path) -> dict[str, Any]:
+    """As torchtitan trains: each block recomputes activations, is compiled by itself and sharded; once for each way to
+    recompute."""
+    sys.path.append(str(pathlib.Path(__file__).parents[2] / "examples"))
+    from train_blocks import Recomputed
+
+    found: dict[str, Any] = {"losses": [], "graphs": [], "states": []}
+    for recompute in ("none", "full", "selective"):
+        model, mesh, backend = Blocks(), init_device_mesh("cpu", (2,)), UncompiledBackend()
+        for number, block in enumerate(model.blocks):
+            if recompute != "none":
+                block = model.blocks[number] = Recomputed(block, selective=recompute == "selective")
+            block.compile(backend=backend, fullgraph=True)
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        optimizer = make_optimizer(model)
+        fp8_compile.attach(model, optimizer)
+        half = slice(rank * ROWS // 2, (rank + 1) * ROWS // 2)
+        found["losses"].append(train(model, optimizer, range(3), half))
+        found["graphs"].append([len(report.rewritten) for report in backend.reports])
+        states = [fp8_compile.scaling_state(block).state_dict() for block in model.blocks]
+        found["states"].append([{key.removeprefix("block."): row for key, row in one.items()} for one in states])
+    return found
+
+
+SCENARIOS = {
+    "ddp": ddp, "fsdp": fsdp, "tensor_parallel": tensor_parallel, "without_gradients": without_gradients,
+    "by_block": by_block,
+}  # fmt: skip
 
 
 # ---- launching ------------------------------------------------------------------------------------------------------

@@ -1,7 +1,14 @@
 // The top of the page: what was rewritten, what was skipped and why, bytes; and the details of the chosen gemm.
 
+function runsFor() {
+  const modules = REPORT.modules || [];
+  if (modules.length < 2) return [];
+  const shown = modules.slice(0, 4).join(", ");
+  return [["runs for", `${modules.length} modules: ${shown}${modules.length > 4 ? ", ..." : ""}`]];
+}
+
 function drawFacts() {
-  const facts = [["recipe", REPORT.recipe], ["target", REPORT.target], ["graph", DATA.folder], ["fp8_compile", REPORT.version || ""]];
+  const facts = [["recipe", REPORT.recipe], ["target", REPORT.target], ["graph", DATA.folder], ...runsFor(), ["fp8_compile", REPORT.version || ""]];
   for (const [name, value] of facts) if (value) document.getElementById("facts").append(element("span", { class: "fact" }, element("b", {}, name), ` ${value}`));
   document.title = `${DATA.folder}: ${REPORT.rewritten} of ${REPORT.matmuls} matmuls in FP8`;
 }

@@ -369,3 +369,30 @@ def test_a_model_that_dynamo_skips_is_told_at_the_first_step_of_its_optimizer(ca
         optimizer.step()
     (record,) = [record for record in caplog.records if record.name == "fp8_compile"]
     assert "Recurrent made a training step" in record.getMessage()
+
+
+def test_a_jump_is_over_after_one_step_across_graph_breaks_too() -> None:
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c, self.d = (nn.Linear(D, D) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.relu(self.a(x))
+            torch._dynamo.graph_break()
+            x = torch.relu(self.b(x))
+            torch._dynamo.graph_break()
+            x = torch.relu(self.c(x))
+            torch._dynamo.graph_break()
+            return torch.relu(self.d(x))
+
+    torch.manual_seed(0)
+    model = Broken()
+    run, noise = compiled(model), []
+    for factor in (1, 1, 100, 100, 100):
+        x = factor * batch()
+        y, exact = run(x), model(x)
+        noise.append(20 * torch.log10(exact.norm() / (y - exact).norm()).item())
+        y.sum().backward()
+    assert noise[2] < 5, "lost, and counted"
+    assert min(noise[3:]) > 18, "tables of all graphs have a common room"

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from uncompiled import UncompiledBackend
 
 import fp8_compile
+from fp8_compile import Config
 from fp8_compile.reporting.graph_stages import decode
 from fp8_compile.reporting.report_page import refresh
 from fp8_compile.scaling import recorder as run_recorder
@@ -148,7 +150,7 @@ def test_long_runs_are_thinned_out_and_lose_no_count(
     run.state.reset_stats()
     others, run.state.recorders = run.state.recorders, []
     try:
-        recorder = run_recorder.RunRecorder(tmp_path, Pool(), refresh)  # type: ignore[arg-type]
+        recorder = run_recorder.RunRecorder(tmp_path / run_recorder.FILE, Pool(), refresh)  # type: ignore[arg-type]
         for _ in range(64):
             recorder.begin_run()
             run.state.tables[0].amaxes.fill_(2.0)
@@ -174,3 +176,26 @@ def test_a_folder_that_is_gone_is_one_warning_and_training_goes_on(
             run.state.record(step)
     recorder.folder = folder
     assert recorder._stopped
+
+
+def test_modules_that_run_one_graph_are_named_and_recorded_each_in_a_file(tmp_path: Path) -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(32, 32)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.relu(self.layer(x))
+
+    torch._dynamo.reset()
+    model = nn.Sequential(*(Block() for _ in range(3)))
+    backend = UncompiledBackend(Config(dump=tmp_path, stats=True))
+    for block in model:
+        block.compile(backend=backend)
+    for _ in range(3):
+        model(torch.randn(16, 32, requires_grad=True)).sum().backward()
+    (folder,) = tmp_path.iterdir()
+    assert json.loads((folder / "report.json").read_text())["modules"] == ["0", "1", "2"]
+    for name in ("passes.jsonl", "passes.1.jsonl", "passes.2.jsonl"):
+        head, *moments = map(json.loads, (folder / name).read_text().splitlines())
+        assert head["slots"] == ["layer#0.input", "layer#0.weight", "layer#0.grad_output"] and len(moments) >= 2

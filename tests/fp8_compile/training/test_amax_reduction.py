@@ -74,6 +74,18 @@ def test_fsdp2_goes_on_from_a_checkpoint_bit_for_bit_and_keeps_no_copies_of_what
     assert same(ranks["fsdp"][0]["states"][0], ranks["fsdp"][1]["states"][0])
 
 
+def test_blocks_that_are_recomputed_compiled_and_sharded_one_by_one_share_code_and_have_states(ranks) -> None:
+    for rank in ranks["by_block"]:
+        assert rank["losses"][0] == rank["losses"][1] == rank["losses"][2]
+        # The input of the first block has no gradient: it has a graph of its own.
+        assert rank["graphs"] == [[6, 6]] * 3
+        for first, second in rank["states"]:
+            assert first.keys() == second.keys() and len(first) == 4 * 6 and not same(first, second)
+        assert all(same(a, b) for way in rank["states"][1:] for a, b in zip(way, rank["states"][0], strict=True))
+    first, second = (rank["states"] for rank in ranks["by_block"])
+    assert all(same(a, b) for one, other in zip(first, second) for a, b in zip(one, other)), "all ranks have the same"
+
+
 def test_a_checkpoint_of_two_ranks_is_read_by_one_process(ranks, folder) -> None:
     model = Blocks(seed=2)
     loaded = {"model": model.state_dict()}

@@ -13,6 +13,7 @@ from uncompiled import UncompiledBackend
 import fp8_compile
 from fp8_compile import scaling_state
 from fp8_compile.scaling.find_state import states_within
+from fp8_compile.scaling.weight_cache import caches_of
 from fp8_compile.training.loss_scaling import LossScaling
 
 D = 32
@@ -142,6 +143,23 @@ def test_a_step_that_leaves_the_trunk_alone_leaves_the_backward_of_the_other_alo
     waiting.backward()  # as in PyTorch: nothing that it reads was written
     pair.optimizers[1].step()
     assert pair.trains[1].steps == 2
+
+
+def test_models_compiled_as_wholes_read_one_copy_of_what_they_share() -> None:
+    pair = Pair("wholes", both=True)
+    for which in (0, 1, 0, 1):
+        pair.step(which)
+    weights = [pair.trunk.first.weight, pair.trunk.second.weight]
+    (owner,) = caches_of(weights)
+    own = [scaling_state(model).weights for model in pair.models]
+    assert owner is own[0], "the actor ran first"
+    assert [len(cache.copies()) for cache in own] == [3, 1], "trunk and head of the actor; the critic's head alone"
+    before = owner.refreshes
+    pair.loss(0), pair.loss(1)  # the critic stepped last
+    assert owner.refreshes == before + 1, "quantized once for both"
+    for which in (0, 1):
+        exact, found = pair.in_fp32(which), pair.run[which](pair.x)
+        assert 20 * torch.log10(exact.norm() / (found - exact).norm()) > 20
 
 
 @pytest.mark.parametrize("way", WAYS)
