@@ -229,10 +229,17 @@ def _known(scales: Tensor, counts: Tensor) -> Tensor:
 
 
 def _update(
-    amaxes: Tensor, history: Tensor, scales: Tensor, counts: Tensor, room: Tensor, *rule: Any
+    amaxes: Tensor,
+    history: Tensor,
+    scales: Tensor,
+    counts: Tensor,
+    room: Tensor,
+    largest: float,
+    algorithm: str,
+    interval: int,
 ) -> tuple[Tensor, ...]:
     elsewhere = room - room_for(counts)
-    new = update(history, scales, counts, amaxes, *rule, elsewhere=elsewhere)
+    new = update(history, scales, counts, amaxes, largest, algorithm, interval, elsewhere)
     return *new, elsewhere + room_for(new[2])
 
 

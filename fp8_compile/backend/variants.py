@@ -17,6 +17,7 @@ from torch import fx, nn
 from fp8_compile.config import Config
 from fp8_compile.output_heads import head_candidates
 from fp8_compile.scaling.model_state import ModelState, model_state
+from fp8_compile.scaling.requests import Changes
 from fp8_compile.selection import Selection
 from fp8_compile.torch_internals.dynamo import compiled_root, guard_by, modules_read
 from fp8_compile.torch_internals.modules import unwrap
@@ -49,11 +50,22 @@ class _Check:
 
     def __init__(self, config: Config, module: nn.Module) -> None:
         self.config, self.expected = config, variant_of(module, config)
+        self._right: dict[int, int] = {}  # id of a module -> Changes.count when the code was last found right for it
+        self._watched: dict[int, weakref.ref[nn.Module]] = {}
         # Code goes on for modules of a training loop that has ended, with the copies and the loss scale that it has.
         self.admitted: weakref.WeakSet[nn.Module] = weakref.WeakSet([module])
 
     def __call__(self, module: nn.Module) -> bool:
-        module = unwrap(module)
+        key = id(module)
+        if self._right.get(key) == Changes.count:
+            return True
+        if not self._is_right(unwrap(module)):
+            return False
+        self._right[key] = Changes.count
+        self._watched[key] = weakref.ref(module, lambda _: self._right.pop(key, None))
+        return True
+
+    def _is_right(self, module: nn.Module) -> bool:
         now = variant_of(module, self.config)
         if now == self.expected:
             self.admitted.add(module)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from types import CodeType
 from typing import Iterable, Protocol
 
@@ -15,6 +16,7 @@ from fp8_compile.torch_internals.graphs import real_tensors
 from fp8_compile.torch_internals.modules import is_compiled
 
 from .model_state import model_state
+from .requests import Changes
 
 INIT_SCALE = 2.0**16  # that a dynamic loss scale begins with
 
@@ -72,11 +74,14 @@ class Scaled(Protocol):
 
 def offer(scaled: Scaled) -> None:
     """Ask it for the loss scale of graphs of its model that are compiled from now on."""
+    Changes.note()
+    weakref.finalize(scaled, Changes.note)
     for module in scaled.model.modules():
         model_state(module).loss_scalings.add(scaled)
 
 
 def withdraw(scaled: Scaled) -> None:
+    Changes.note()
     for module in scaled.model.modules():
         model_state(module).loss_scalings.discard(scaled)
 

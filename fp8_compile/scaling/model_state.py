@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 
-from .requests import Request, Requests
+from .requests import Changes, Request, Requests
 
 if TYPE_CHECKING:
     from .loss_scale import GraphLossScale, Scaled
@@ -73,7 +73,10 @@ NO_PART = _NoPart()
 
 def request(model: nn.Module, asker: object = NO_PART) -> Request:
     """What ``asker`` may change for a model and for modules in it that are compiled by themselves."""
-    found = model_state(model).requests.of(asker) or Request()
+    found = model_state(model).requests.of(asker)
+    if found is None:
+        found = Request()
+        weakref.finalize(asker, Changes.note)  # the request ends with it
     for module in model.modules():
         model_state(module).requests.add(asker, found)
     return found

@@ -6,12 +6,26 @@ import dataclasses
 import weakref
 
 
+class Changes:
+    """How often it has changed what is asked of any module. Guards look at this number before they look closer."""
+
+    count = 0
+
+    @classmethod
+    def note(cls) -> None:
+        cls.count += 1
+
+
 @dataclasses.dataclass
 class Request:
     """What one part of a training loop asks for."""
 
     cached: bool = False  # FP8 copies of weights are kept and read: weight_cache.py
     held: bool = False  # amaxes wait for the optimizer's step, when those of all ranks are put together
+
+    def __setattr__(self, name: str, value: bool) -> None:
+        super().__setattr__(name, value)
+        Changes.note()
 
 
 class Requests:

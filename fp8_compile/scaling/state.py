@@ -22,7 +22,7 @@ from fp8_compile.torch_internals.graphs import real_tensors
 from .layout import Layout, Prefix
 from .model_state import model_state
 from .recorder import RunRecorder
-from .requests import Requests
+from .requests import Changes, Requests
 from .saved_slots import Row, SavedSlots, check_fits, read_slots
 from .stats import StatsRow, StatsTable, in_words, stats_row
 from .table import Table, TableKind
@@ -235,6 +235,7 @@ class ScalingState:
 
     def _mark_frozen(self) -> None:
         """Tell each module of the model which scales in it are frozen: code for it is compiled accordingly."""
+        Changes.note()
         for name, module in self.model.named_modules() if self.model is not None else ():
             prefix = Prefix(name)
             within = [prefix.local(one) for one in self.frozen or () if prefix.covers(one.partition("#")[0])]

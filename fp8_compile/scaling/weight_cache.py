@@ -65,6 +65,7 @@ class WeightCache:
     def __init__(self, state: ScalingState) -> None:
         self.state, self.writer = state, WeightWriter(state)
         self.refreshes = 0
+        self.changes = 0  # goes up when a copy may have become stale, or was renewed
         self._tables: list[int] = []  # of the state: the slots of weights that have copies
         self._copies: list[weakref.ref[CachedWeight]] = []
         self._distrusted = False
@@ -104,6 +105,7 @@ class WeightCache:
     def invalidate(self, weights: Iterable[Tensor] | None = None) -> None:
         """These weights, or all of them, have changed: have them quantized again before they are next read. Needed for
         writes through ``.data`` to a few elements alone, which the samples of a weight may miss."""
+        self.changes += 1
         chosen = None if weights is None else {id(weight) for weight in weights}
         for entry in self.copies():
             entry.marked |= chosen is None or id(entry.current()) in chosen
@@ -122,6 +124,7 @@ class WeightCache:
         A weight that is seen to be the same gets the copy that it had, so that a backward is not refused because an
         inference was run between it and its forward."""
         self._distrusted = True
+        self.changes += 1
 
     def copies(self) -> list[CachedWeight]:
         """Every copy that this cache renews."""
@@ -152,6 +155,7 @@ class WeightCache:
             written += sampler.written(marked)
         if self._distrusted or written:  # who wrote these may have written those of other graphs, refreshed below too
             written = [*written, *self._written_elsewhere(besides=weights)]
+        self.changes += bool(written)
         for entry in written:
             entry.written = True
         with torch.no_grad():
@@ -191,6 +195,7 @@ class WeightCache:
             increment_version(entry.tensors())  # a backward to come must not read what its forward did not
             entry.made_from(weight, self.state.epoch)
         self.refreshes += 1
+        self.changes += 1
 
     def _look(self, entry: CachedWeight, on: bool) -> None:
         """Have a weight quantized by its own amax, or by its history again. The state is told: otherwise it would

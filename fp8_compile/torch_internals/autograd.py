@@ -14,6 +14,16 @@ def version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def are_as_seen(tensors: Sequence[Tensor], seen: Iterable[tuple[int, int, int]]) -> bool:
+    """True if tensors have the version and the address that they had; ``seen``: which one, version, address. This is
+    asked before every run of a graph, so it is a loop and nothing else."""
+    for index, version, address in seen:
+        tensor = tensors[index]
+        if tensor._version != version or tensor.data_ptr() != address:
+            return False
+    return True
+
+
 def keep_versions(tensors: Iterable[Tensor]) -> contextlib.AbstractContextManager[None]:
     """Have autograd not learn of what is written to these tensors meanwhile."""
     return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))

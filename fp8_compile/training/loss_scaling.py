@@ -23,6 +23,7 @@ from fp8_compile.scaling.loss_scale import (
     sharing_graphs,
     withdraw,
 )
+from fp8_compile.scaling.requests import Changes
 from fp8_compile.torch_internals.autograd import largest_magnitudes
 from fp8_compile.torch_internals.modules import local_part
 
@@ -57,6 +58,11 @@ class LossScaling(TrainingPart):
         if sharing_graphs(self.model):
             gc.collect()  # an optimizer that was dropped is kept by its own hooks until then
             refuse_contradiction([*sharing_graphs(self.model), self])
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in ("setting", "wide"):  # code depends on them
+            Changes.note()
 
     @property
     def on(self) -> bool:

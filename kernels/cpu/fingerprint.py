@@ -40,6 +40,16 @@ class Fingerprints:
         return out[:]
 
 
+    def again(self) -> list[int]:
+        """The fingerprints of the tensors of the last call, which are where they were."""
+        kernels = library()
+        if kernels is None or not self._arguments:
+            return []
+        *given, out = self._arguments
+        kernels.fp8_fingerprints(len(self._known), *given, out)
+        return out[:]
+
+
 def _arguments(tensors: Sequence[Tensor]) -> tuple[ctypes.Array, ...]:
     count = len(tensors)
     for tensor in tensors:
