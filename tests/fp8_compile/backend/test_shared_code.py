@@ -8,14 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from uncompiled import UncompiledBackend
+from called_ops import CalledOps
+from torch import Tensor, fx, nn
+from uncompiled import NO_CACHE, UncompiledBackend
 
 import fp8_compile
 from fp8_compile import Config, scaling_state
+from fp8_compile.backend.graph import compile_graph
+from fp8_compile.backend.interpret import run_uncompiled
 from fp8_compile.scaling import model_state, weight_cache
 from fp8_compile.scaling.find_state import states_within
 from fp8_compile.scaling.state import ScalingState
+from fp8_compile.torch_internals.aot import named_inputs
 
 D = 32
 
@@ -197,3 +201,49 @@ def collect() -> None:
 
 def count_states() -> int:
     return sum(isinstance(item, ScalingState) for item in gc.get_objects())
+
+
+# --- what CUDA graphs rely on
+
+
+def test_the_state_is_a_static_input_as_parameters_are() -> None:
+    torch._dynamo.reset()
+    model, static = stack(1)[1], []
+
+    def inner(gm: fx.GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
+        named = named_inputs(gm.graph)
+        positions = {node: index for index, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
+        static.append(({positions[node] for node in named.values()}, set(kwargs.get("static_input_idxs", ()))))
+        return run_uncompiled(gm, example_inputs, **kwargs)
+
+    def backend(gm: fx.GraphModule, example_inputs: Any) -> Any:
+        return compile_graph(gm, example_inputs, Config(inductor=NO_CACHE), inner_compile=inner)[0]
+
+    compiled, optimizer = torch.compile(model, backend=backend), torch.optim.SGD(model.parameters(), lr=0.05)
+    fp8_compile.attach(compiled, optimizer, loss_scale=8.0)
+    train(compiled, optimizer, 2)
+    forward, backward = static
+    assert len(forward[0]) == 5 + 5 + 2 * 2 + 2, "two tables; codes and scales of two weights; the loss scale"
+    assert forward[0] < forward[1] and backward[0] <= backward[1]
+
+
+@pytest.mark.parametrize("attached", [False, True])
+def test_between_two_runs_nothing_is_called_or_allocated(attached: bool) -> None:
+    torch._dynamo.reset()
+    model, backend = stack(1)[1], UncompiledBackend()
+    compiled, optimizer = torch.compile(model, backend=backend), torch.optim.SGD(model.parameters(), lr=0.05)
+    if attached:
+        fp8_compile.attach(compiled, optimizer, loss_scale=8.0)
+    train(compiled, optimizer, 3)
+    compiled(torch.randn(16, D))  # copies are renewed after a step
+    (code,) = backend.codes
+    (runner,) = code._runners.values()
+    calls: list[tuple[Any, ...]] = []
+    runner.compiled = lambda *args: calls.append(args) or args[:1]
+    compiled(torch.randn(16, D))
+    arguments = calls[0][: len(calls[0]) - len(runner.inputs)]
+    with CalledOps() as called:  # Dynamo compiles nothing under such a mode: the code is called by hand
+        for _ in range(3):
+            code(*arguments)
+    assert len(calls) == 4 and called.called == set()
+    assert all(one is other for call in calls for one, other in zip(call, calls[0], strict=True))
