@@ -13,7 +13,8 @@ result of a fake is what a graph is traced with. Gradients do not go through an 
 
 An operation with a function for the CPU has an implementation in C++ too, in ``kernels/cpu/operations.cpp``. The first
 call on a CPU compiles and registers those of all operations; from then on the dispatcher calls no Python. Without a
-compiler it calls the function, which checks its arguments as the C++ does, and ``fp8_compile::<name>_formula`` always.
+compiler it calls the function, which checks its arguments as the C++ does. ``fp8_compile::<name>_formula`` calls the
+function in any case.
 """
 
 from __future__ import annotations

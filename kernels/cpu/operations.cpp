@@ -22,24 +22,36 @@ int64_t tiles(int64_t size) { return (size + SCALE_TILE - 1) / SCALE_TILE; }
 // How many rows or columns share a scale.
 int64_t lines(int64_t scales, int64_t size) { return scales == 1 || scales == size ? 1 : SCALE_TILE; }
 
-// One element, in FP32.
-float one_float(const Tensor& tensor) {
-  if (tensor.code() == FP32) return *tensor.as<const float>();
-  if (tensor.code() == BF16) return BFloat16::load(*tensor.as<const uint16_t>());
-  if (tensor.code() == FP16) return Float16::load(*tensor.as<const uint16_t>());
-  return float(*tensor.as<const double>());
+// An element of floats in FP32, by its distance from the first.
+float float_at(const Tensor& tensor, int64_t distance) {
+  if (tensor.code() == FP32) return tensor.as<const float>()[distance];
+  if (tensor.code() == BF16) return BFloat16::load(tensor.as<const uint16_t>()[distance]);
+  if (tensor.code() == FP16) return Float16::load(tensor.as<const uint16_t>()[distance]);
+  return float(tensor.as<const double>()[distance]);
 }
 
-// A bias in FP32 and contiguous; nullptr where there is none.
+// A bias in FP32 and contiguous; nullptr where there is none. Of a small one torch's copy would take longest to begin.
 class Bias {
  public:
   explicit Bias(const Optional& bias) {
-    if (bias) read_.emplace(contiguous(*bias, aoti_torch_dtype_float32()));
+    if (!bias) return;
+    const int64_t n = bias->sizes[0];
+    if (n > SMALL || (bias->code() == FP32 && bias->is_contiguous())) {
+      read_.emplace(contiguous(*bias, aoti_torch_dtype_float32()));
+      data_ = read_->as<const float>();
+    } else {
+      for (int64_t i = 0; i < n; ++i) small_[i] = float_at(*bias, i * bias->strides[0]);
+      data_ = small_;
+    }
   }
-  const float* data() const { return read_ ? read_->as<const float>() : nullptr; }
+  Bias(const Bias&) = delete;
+  const float* data() const { return data_; }
 
  private:
+  static constexpr int64_t SMALL = 512;
   std::optional<Read> read_;
+  const float* data_ = nullptr;
+  float small_[SMALL];
 };
 
 enum Axis { TENSOR, ROW, COLUMN };  // fp8_cast.cpp: what shares a scale
@@ -403,7 +415,7 @@ Owned nvfp4_mm(const Tensor& x, const Tensor& codes, const Tensor& block_scales,
   Owned y = new_tensor({m, n}, x.dtype);
   const int64_t useful = 1 + m * n * k / NVFP4_LEAST_PARALLEL;
   kernels().nvfp4_matmul(read->data, m, k, read->strides[0], x.code(), codes.data, block_scales.data, n, 2 * codes.sizes[1],
-                         one_float(global_scale), bias ? bias->data : nullptr, bias ? bias->code() : 0, activations ? 1 : 0,
+                         float_at(global_scale, 0), bias ? bias->data : nullptr, bias ? bias->code() : 0, activations ? 1 : 0,
                          y.data(), int(std::min<int64_t>(useful, threads_for(useful, 2))));
   return y;
 }

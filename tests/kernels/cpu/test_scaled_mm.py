@@ -241,6 +241,16 @@ def test_a_forked_child_computes_instead_of_waiting_for_threads_that_are_gone() 
         assert child.exitcode == 0 and queue.get()
 
 
+@pytest.mark.parametrize("n", [1, 40, 512, 513, 2000])
+def test_a_bias_of_any_dtype_size_and_stride_is_added_in_fp32(n: int) -> None:
+    left, right = matrix(3, 20, E4M3.dtype, "rows", 1), matrix(20, n, E4M3.dtype, "columns", 2)
+    arguments = left, right, torch.full((1, 1), 2e-3), torch.full((1, 1), 1e-3)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        for bias in (torch.randn(n).to(dtype), torch.randn(3 * n).to(dtype)[::3]):
+            expected = scaled_mm.scaled_mm_op(*arguments, bias.float().contiguous(), torch.float32)
+            assert torch.equal(scaled_mm.scaled_mm_op(*arguments, bias, torch.float32), expected)
+
+
 def test_without_a_compiler_it_is_the_plain_formula(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scaled_mm, "library", lambda: None)
     y = check(9, 10, 140, FORMATS, ("rows", "columns"), "tiles", op=torch.ops.fp8_compile.scaled_mm_formula)
