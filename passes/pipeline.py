@@ -101,11 +101,14 @@ class Pipeline(CustomGraphPass):
         return [one for one, when in self.steps if when is True]
 
     def __call__(self, graph: fx.Graph) -> None:
+        self._run(self.steps, graph)
+
+    def _run(self, steps: Sequence[tuple[GraphPass, bool | Callable[[fx.Graph], bool]]], graph: fx.Graph) -> None:
         phase = self.phase(graph)
         checked, gone = invariants.are_checked(), set[object]()
         if self.observer:
             self.observer.started(phase, graph)
-        for one in [one for one, when in self.steps if when is True or (callable(when) and when(graph))]:
+        for one in [one for one, when in steps if when is True or (callable(when) and when(graph))]:
             report = one.run(graph)
             log.debug("%s %s: %s", phase, one.name, report)
             if report.changes:
@@ -179,6 +182,12 @@ class JointPipeline(Pipeline):
         self.ran = True
         name_inputs(graph, self.inputs)
         super().__call__(graph)
+
+    def only_decide(self, graph: fx.Graph) -> None:
+        """The passes up to the one that decides: ``rows`` is complete then. A dump gets to see all of them."""
+        self.ran = True
+        deciding = next((index for index, (one, _) in enumerate(self.steps) if one is self.rewrite), len(self.steps))
+        self._run(self.steps if self.observer else self.steps[: deciding + 1], graph)
 
     def phase(self, graph: fx.Graph) -> str:
         return "joint" if any(is_backward(node) for node in graph.nodes) else "inference"

@@ -26,6 +26,8 @@ def compile_joint(
     from torch._functorch import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
+    if inner_compile is stop_after_joint:
+        return _only_joint(gm, inputs, patches)
     whole = whole or config.force_non_lazy_backward_lowering
     # Told to save memory (a budget, aggressive_recomputation), the partitioner takes operations that it does not know
     # for cheap, our gemms among them, unless it is to weigh these too.
@@ -34,6 +36,40 @@ def compile_joint(
             gm, list(inputs), inner_compile=inner_compile or compile_fx_inner, config_patches=dict(patches)
         )
     return compiled
+
+
+def stop_after_joint(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
+    """An ``inner_compile`` for ``compile_joint`` which says that nothing is to be compiled.
+
+    Once our passes have seen the joint graph, the rest is left out, and what comes back runs the Dynamo graph as it is.
+    Of a pass that has a method ``only_decide``, no more than that is run. For graphs without subgraphs: Inductor does
+    one subgraph after the other, and the graph itself last.
+    """
+    raise AssertionError("nothing is compiled after the joint graph")
+
+
+class _JointGraphDone(Exception):
+    """Our passes have seen the joint graph."""
+
+
+def _only_joint(gm: fx.GraphModule, inputs: Sequence[Any], patches: Mapping[str, Any]) -> Callable[..., Any]:
+    from torch._inductor.compile_fx import compile_fx
+
+    from .custom_pass import CustomGraphPass
+
+    class Stop(CustomGraphPass):
+        def __call__(self, graph: fx.Graph) -> None:
+            raise _JointGraphDone
+
+        def uuid(self) -> None:
+            return None
+
+    passes = [*(getattr(one, "only_decide", one) for one in patches.get("joint_custom_pre_pass", ())), Stop()]
+    try:
+        compile_fx(gm, list(inputs), config_patches={**patches, "joint_custom_pre_pass": passes})
+    except _JointGraphDone:
+        return gm.forward
+    raise AssertionError("a graph was compiled without our passes")
 
 
 def compile_ahead_of_time(gm: fx.GraphModule, args: Any, kwargs: Any, options: Mapping[str, Any]) -> list[Any]:

@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._inductor import compile_fx
 from uncompiled import UncompiledBackend
 
+import fp8_compile.backend.explain as explaining
 from fp8_compile import Config, Report, explain
+from fp8_compile.passes.joint.delay_scales import DelayScales
 
 D = 32
 THREE = ("output", "grad_input", "grad_weight")
@@ -156,3 +159,30 @@ def test_large_models_are_explained_without_memory_for_their_activations() -> No
     model = nn.Sequential(nn.Linear(1024, 1024, bias=False), nn.ReLU(), nn.Linear(1024, 1024, bias=False))
     x = torch.empty(1, 1024).expand(2**21, 1024)
     assert explain(model, (x,)).rows[0].shape == (2**21, 1024, 1024)
+
+
+class Twice(Plain):
+    """Has a subgraph: a branch is chosen when the model runs."""
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cond(x.sum() > 0, lambda x: x.relu(), lambda x: x * 2, (x,))
+
+
+@pytest.mark.parametrize("kind", [Plain, Broken, Twice])
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+def test_the_rows_are_those_of_a_graph_that_goes_all_the_way(
+    kind: type[Plain], recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick = explain(kind(), (torch.randn(64, D),), config=Config(recipe=recipe))
+    monkeypatch.setattr(explaining, "stop_after_joint", explaining.run_uncompiled)
+    whole = explain(kind(), (torch.randn(64, D),), config=Config(recipe=recipe))
+    assert quick.rows == whole.rows and len(quick.rewritten) == 5  # no gradient of the input
+
+
+def test_nothing_is_done_once_the_rows_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("not needed for a report")
+
+    monkeypatch.setattr(compile_fx, "min_cut_rematerialization_partition", fails)
+    monkeypatch.setattr(DelayScales, "run", fails)
+    assert len(explain(Plain(), (torch.randn(64, D),)).rewritten) == 5
