@@ -22,6 +22,7 @@ from fp8_compile.kernels.fp8_weight import FP8Weight
 from fp8_compile.kernels.nvfp4.ops import STANDARD, to_standard
 from fp8_compile.kernels.nvfp4.weight import NVFP4Weight
 from fp8_compile.torch_internals.graphs import pytree
+from fp8_compile.torch_internals.transformers import experts_implementation
 
 from .packed_weight import Matrix, NVFP4Parts, PackedWeight
 
@@ -160,7 +161,7 @@ class PackedExperts(nn.Module):
         """Call the module's own forward. Its eager implementation loops over data, which no graph can hold. It runs
         uncompiled, where it dequantizes the experts that it uses; in the pieces of a broken graph it would dequantize
         all of them each time."""
-        if torch.compiler.is_compiling() and self.config._experts_implementation == "eager":
+        if torch.compiler.is_compiling() and experts_implementation(self.config) == "eager":
             return _uncompiled(self, args, kwargs)
         return super().forward(*args, **kwargs)
 

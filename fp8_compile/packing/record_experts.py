@@ -10,6 +10,7 @@ from typing import Any, Callable, Iterator, Mapping
 from torch import Tensor, nn
 
 from fp8_compile.torch_internals.graphs import plain_torch_functions
+from fp8_compile.torch_internals.transformers import experts_implementation, set_experts_implementation
 
 from .expert_stacks import ExpertStack
 from .linear_layers import parameter_of
@@ -26,11 +27,11 @@ def recording_experts(
     for name, stack in stacks.items():
         modules.setdefault(id(stack.module), (stack.module, {}))[1][stack.name] = name
     configs: dict[int, Any] = {id(module.config): module.config for module, _ in modules.values()}
-    implementations = [(config, config._experts_implementation) for config in configs.values()]
+    implementations = [(config, experts_implementation(config)) for config in configs.values()]
     classes = [(module, type(module)) for module, _ in modules.values()]
     try:
         for config, _ in implementations:
-            config._experts_implementation = "eager"
+            set_experts_implementation(config, "eager")
         for module, names in modules.values():
             fields = {own: _watched(own, name, record) for own, name in names.items()}
             module.__class__ = type(type(module).__name__, (type(module),), fields)
@@ -39,7 +40,7 @@ def recording_experts(
         for module, kind in classes:
             module.__class__ = kind
         for config, implementation in implementations:
-            config._experts_implementation = implementation
+            set_experts_implementation(config, implementation)
 
 
 def _watched(own: str, name: str, record: Callable[[str, Tensor], None]) -> property:

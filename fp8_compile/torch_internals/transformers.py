@@ -1,5 +1,5 @@
 """What is used of transformers beyond its documented interface: how it renames tensors when it saves and loads a model,
-and the names of a Trainer's files. It is imported when it is needed."""
+which implementation of its experts it uses, and the names of a Trainer's files. It is imported when it is needed."""
 
 from __future__ import annotations
 
@@ -34,6 +34,15 @@ def conversions(root: nn.Module) -> Conversions | None:
     return Conversions(
         lambda tensors: revert(root, tensors), lambda name: rename(name, reverse), lambda name: rename(name, renamings)
     )
+
+
+def experts_implementation(config: Any) -> str:
+    """How a model's experts are multiplied: "eager", "grouped_mm" and so on."""
+    return config._experts_implementation
+
+
+def set_experts_implementation(config: Any, name: str) -> None:
+    config._experts_implementation = name
 
 
 def optimizer_file() -> str:
