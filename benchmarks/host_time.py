@@ -165,7 +165,8 @@ def small_calls(rows: int) -> dict[str, Callable[[], Any]]:
     q, right, added, whole = codes[:rows], codes.t(), bias[:rows], (-1, -1)
     packed = nvfp4.interleave(torch.zeros(WIDTH, WIDTH // 2, dtype=torch.uint8), torch.ones(WIDTH, 1).to(dtype))
     global_scale, amaxes = torch.ones(()), torch.ones(rows)
-    state = (torch.ones(rows, 16), torch.ones(2, rows), torch.zeros(10, rows, dtype=torch.int32), torch.ones(2, rows))
+    counts, room = torch.zeros(10, rows, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    state = (torch.ones(rows, 16), torch.ones(2, rows), counts, room, torch.ones(2, rows))
     recorded, slots = [one] * rows, list(range(rows))
     return {
         "aten.addmm": lambda: torch.ops.aten.addmm.default(bias, x, weight),

@@ -96,12 +96,12 @@ def launches(weights: int, calls: int, rounds: int) -> dict[str, float]:
         scale, amax = torch.ones(1), torch.full((1,), -1.0)
         matrices.append(quantize_many.Matrix(x, q, q_t, scale, amax, quantize_many.new_fingerprints(x)))
     many = quantize_many.QuantizeMany(matrices)
-    counts = torch.zeros(10, SLOTS, dtype=torch.int32)
+    counts, room = torch.zeros(10, SLOTS, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     state = (torch.zeros(SLOTS, LENGTH), torch.zeros(2, SLOTS), counts, torch.zeros(SLOTS))
     timed: dict[str, Callable[[], Any]] = {
         "quantize_many": many,
         "quantize_many, checking": functools.partial(many, check=True),
-        "update_scales": functools.partial(update_scales.update_scales, *state, 448.0, "max", 1),
+        "update_scales": functools.partial(update_scales.update_scales, *state, 448.0, "max", 1, room=room),
     }
     found = {}
     kernels = (quantize_many.quantize_many_kernel, update_scales.update_scales_kernel)
