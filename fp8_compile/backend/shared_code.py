@@ -21,7 +21,7 @@ from fp8_compile.scaling.find_state import state_of_modules
 from fp8_compile.scaling.graph_slots import BoundSlots, GraphSlots
 from fp8_compile.scaling.graph_weights import FreshWeights, GraphWeights
 from fp8_compile.scaling.layout import Prefix
-from fp8_compile.scaling.loss_scale import loss_scale_of
+from fp8_compile.scaling.loss_scale import loss_scale_in_use
 from fp8_compile.scaling.recorder import RunRecorder
 from fp8_compile.torch_internals.dynamo import (
     compiled_root,
@@ -48,7 +48,7 @@ class Caller:
         read = {} if self.has_root else modules_read(gm)
         self._sources = list(read)
         self._compiled_for = [weakref.ref(module) for module in read.values()]
-        if self.modules() != list(read.values()) and not self.has_root:
+        if not self.has_root and self.modules() != list(read.values()):
             self._sources = []  # the sources lead nowhere outside of Dynamo: the code is for these modules alone
             guard_identity(read)
 
@@ -134,8 +134,7 @@ class SharedCode:
             inputs += copies.inputs
             fresh = FreshWeights(copies.read) if copies.read else None
         if given.scaled:
-            scale = loss_scale_of(modules, self.caller.code, self.config)
-            assert scale is not None, "a guard keeps modules without a loss scale apart"
+            scale = loss_scale_in_use(modules, self.caller.code, self.config)
             inputs += scale.inputs(given.device).values()
             if state is not None:
                 state.set_gradient_unit(scale.value)

@@ -132,6 +132,20 @@ def loss_scale_of(
     return scale
 
 
+def loss_scale_in_use(modules: list[nn.Module], code: CodeType | None, config: Config) -> GraphLossScale:
+    """The loss scale for code that has one: that of the training loop; where it has ended, the one that it left, or one
+    that changes nothing."""
+    if not offered(modules) and (left := _known(modules)) is not None:
+        return left
+    return loss_scale_of(modules, code, config) or GraphLossScale()
+
+
+def _known(modules: list[nn.Module]) -> GraphLossScale | None:
+    """The loss scale that graphs of all these modules have read."""
+    each = [model_state(module).graph_loss_scales for module in modules]
+    return next((one for one in each[0] if all(one in others for others in each)), None) if each else None
+
+
 def refuse_contradiction(attached: list[Scaled]) -> None:
     """One graph has one loss scale, and a dynamic one follows the steps of one optimizer."""
     settings = [one.setting for one in attached]
@@ -151,12 +165,11 @@ def _by_attached(modules: list[nn.Module], config: Config, attached: list[Scaled
     refuse_contradiction(attached)
     if attached[0].setting is None:
         return None
-    known = [model_state(module).graph_loss_scales for module in modules]
-    scale = next((one for one in known[0] if all(one in others for others in known)), None)
+    scale = _known(modules)
     if scale is None:
         scale = GraphLossScale(attached[0].value)
-        for scales in known:
-            scales.append(scale)
+        for module in modules:
+            model_state(module).graph_loss_scales.append(scale)
     scale.wide = any(one.wide for one in attached)
     return scale
 

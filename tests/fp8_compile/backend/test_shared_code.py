@@ -168,6 +168,25 @@ def test_parameters_that_are_replaced_go_on_with_the_state_of_their_module() -> 
     assert len(code._runners) <= 1, "state goes with the parameters that it was found by"
 
 
+def test_parameters_that_are_replaced_after_the_training_loop_has_ended_run_the_code_that_is_there() -> None:
+    torch._dynamo.reset()
+    model, backend = stack(1)[1], UncompiledBackend()
+    compiled, optimizer = torch.compile(model, backend=backend), torch.optim.SGD(model.parameters(), lr=0.05)
+    training = fp8_compile.attach(compiled, optimizer, loss_scale=8.0)
+    train(compiled, optimizer, 2)
+    training.detach()
+    model.load_state_dict({name: 0.5 * one for name, one in model.state_dict().items()}, assign=True)
+    x = torch.randn(16, D)
+    found = compiled(x)
+    found.square().mean().backward()
+    gradient = model.up.weight.grad.clone()
+    model.zero_grad()
+    model(x).square().mean().backward()
+    assert len(backend.reports) == 1
+    assert 20 * torch.log10(model(x).norm() / (found - model(x)).norm()) > 20
+    assert 20 * torch.log10(gradient.norm() / (gradient - model.up.weight.grad).norm()) > 10
+
+
 def test_a_hundred_models_leave_nothing_behind() -> None:
     torch._dynamo.reset()
     backend = UncompiledBackend()
