@@ -178,16 +178,15 @@ class JointPipeline(Pipeline):
     def rows(self) -> list[Row]:
         return [*self.packed.rows, *self.rewrite.rows]
 
-    def __call__(self, graph: fx.Graph) -> None:
-        self.ran = True
-        name_inputs(graph, self.inputs)
-        super().__call__(graph)
-
     def only_decide(self, graph: fx.Graph) -> None:
         """The passes up to the one that decides: ``rows`` is complete then. A dump gets to see all of them."""
-        self.ran = True
         deciding = next((index for index, (one, _) in enumerate(self.steps) if one is self.rewrite), len(self.steps))
         self._run(self.steps if self.observer else self.steps[: deciding + 1], graph)
+
+    def _run(self, steps: Sequence[tuple[GraphPass, bool | Callable[[fx.Graph], bool]]], graph: fx.Graph) -> None:
+        self.ran = True
+        name_inputs(graph, self.inputs)
+        super()._run(steps, graph)
 
     def phase(self, graph: fx.Graph) -> str:
         return "joint" if any(is_backward(node) for node in graph.nodes) else "inference"

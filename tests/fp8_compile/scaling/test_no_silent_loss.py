@@ -326,6 +326,7 @@ def test_a_block_that_is_called_several_times_is_right_from_its_first_step_on(ta
 
 
 def test_models_beyond_dynamos_limit_run_in_fp8() -> None:
+    torch._dynamo.reset()
     backend, models = UncompiledBackend(Config()), [chain(2) for _ in range(11)]
     for model in models:
         torch.compile(model, backend=backend)(batch()).sum().backward()
