@@ -45,9 +45,8 @@ class Recomputed(nn.Module):
         return checkpoint(self.block, x, use_reentrant=False, **self.options)
 
 
-def build(device: torch.device, layers: int, width: int, recompute: str, backend: Any) -> ByteLM:
-    torch.manual_seed(0)  # every rank begins with the same weights and keeps its part of them
-    model = ByteLM(layers, width, heads=4, context=64).to(device)
+def prepare(model: nn.Module, device: torch.device, recompute: str, backend: Any) -> None:
+    """Recompute, compile and shard the blocks of a model, in place."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for number, block in enumerate(model.blocks):
         if recompute != "none":
@@ -55,7 +54,6 @@ def build(device: torch.device, layers: int, width: int, recompute: str, backend
         block.compile(backend=backend, fullgraph=True)
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    return model
 
 
 def main() -> None:
@@ -70,7 +68,9 @@ def main() -> None:
     device = start()
     rank, ranks = dist.get_rank(), dist.get_world_size()
     backend = fp8_compile.Backend()
-    model = build(device, arguments.layers, arguments.width, arguments.recompute, backend)
+    torch.manual_seed(0)  # every rank begins with the same weights and keeps its part of them
+    model = ByteLM(arguments.layers, arguments.width, heads=4, context=64).to(device)
+    prepare(model, device, arguments.recompute, backend)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     fp8_compile.attach(model, optimizer)
 

@@ -186,17 +186,12 @@ def by_block(rank: int, folder: pathlib.Path) -> dict[str, Any]:
     """As torchtitan trains: each block recomputes activations, is compiled by itself and sharded; once for each way to
     recompute."""
     sys.path.append(str(pathlib.Path(__file__).parents[2] / "examples"))
-    from train_blocks import Recomputed
+    from train_blocks import prepare
 
     found: dict[str, Any] = {"losses": [], "graphs": [], "states": []}
     for recompute in ("none", "full", "selective"):
-        model, mesh, backend = Blocks(), init_device_mesh("cpu", (2,)), UncompiledBackend()
-        for number, block in enumerate(model.blocks):
-            if recompute != "none":
-                block = model.blocks[number] = Recomputed(block, selective=recompute == "selective")
-            block.compile(backend=backend, fullgraph=True)
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+        model, backend = Blocks(), UncompiledBackend()
+        prepare(model, torch.device("cpu"), recompute, backend)
         optimizer = make_optimizer(model)
         fp8_compile.attach(model, optimizer)
         half = slice(rank * ROWS // 2, (rank + 1) * ROWS // 2)
