@@ -28,7 +28,10 @@ def test_each_torch_has_an_environment_of_its_own(target: str, torch: str | None
     assert len(used) >= 3 and all(command.startswith(folder) for command in used), used
     installs = [line for line in lines if "pip" in line]
     assert all(f"'torch=={torch or '2.13.0'}'" in line for line in installs), "nothing may replace that torch"
-    assert installs[0].endswith(f"'torch=={torch or '2.13.0'}'"), "before anything that asks for a range"
+    triton = {"2.13": "3.7", "2.15": "3.9"}[(torch or "2.13.0")[:4]]
+    with_torch = f"'torch=={torch or '2.13.0'}' 'triton=={triton}.*'"
+    assert installs[0].endswith(with_torch), "before anything that asks for a range"
+    assert all(with_torch in line for line in installs), "nothing may replace that Triton either"
 
 
 def test_the_default_torch_is_the_oldest_supported_and_help_names_the_choice() -> None:

@@ -50,7 +50,7 @@ def counted(model: nn.Module) -> Counter[str]:
 def _as_it_was(state: ScalingState) -> Iterator[None]:
     """``stats()`` does the update that the next pass would begin with. A sequence in which someone looks after every
     call would never see that update done in compiled code, so it is undone."""
-    tensors = [getattr(page, field) for page in state.tables for field in ("amaxes", "history", "scales", "counts")]
+    tensors = [getattr(page, field) for page in state.tables for field in ("amaxes", "history", "scales", "counts", "room")]
     kept = [tensor.clone() for tensor in tensors]
     try:
         yield

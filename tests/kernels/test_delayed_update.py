@@ -300,10 +300,12 @@ def test_what_is_looked_at_has_no_scale_for_the_pass_whatever_the_state_knows() 
     counts, absent = torch.zeros(delayed.STEADY + 1, 3, dtype=torch.int32), torch.full((3,), ABSENT)
     counts[delayed.LOOK, 1] = 1
     for algorithm in ("max", "frozen"):
-        known = delayed.next_scales(absent, history, scales, counts, 448.0, algorithm, 1)
+        room = torch.zeros(1, dtype=torch.int32)
+        known = delayed.next_scales(absent, history, scales, counts, room, 448.0, algorithm, 1)
         assert known.tolist() == [[2.0, 0.0, 0.0], [0.5, 0.0, 0.0]]
         kept, in_place = scales.clone(), torch.empty(2, 3)
-        delayed.update_in_place(absent.clone(), history.clone(), kept, counts.clone(), in_place, 448.0, algorithm, 1)
+        state = absent.clone(), history.clone(), kept, counts.clone(), room
+        delayed.update_in_place(*state, in_place, 448.0, algorithm, 1)
         assert torch.equal(in_place, known) and torch.equal(kept, scales)
 
 

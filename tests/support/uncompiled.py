@@ -27,6 +27,9 @@ class UncompiledBackend:
         self.reports: list[Report] = []
         self.codes: list[Any] = []
 
+    def __deepcopy__(self, memo: Any) -> UncompiledBackend:
+        return self  # Lightning copies what torch.compile is called with
+
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         compiled, report = compile_graph(gm, example_inputs, self.config, inner_compile=run_uncompiled)
         self.reports.append(report)
