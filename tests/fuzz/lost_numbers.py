@@ -9,6 +9,7 @@ from typing import Iterator
 
 from torch import nn
 
+from fp8_compile.passes.graph.slot import FIELDS
 from fp8_compile.scaling.find_state import states_within
 from fp8_compile.scaling.state import ScalingState
 
@@ -50,7 +51,7 @@ def counted(model: nn.Module) -> Counter[str]:
 def _as_it_was(state: ScalingState) -> Iterator[None]:
     """``stats()`` does the update that the next pass would begin with. A sequence in which someone looks after every
     call would never see that update done in compiled code, so it is undone."""
-    tensors = [getattr(page, field) for page in state.tables for field in ("amaxes", "history", "scales", "counts", "room")]
+    tensors = [getattr(page, field) for page in state.tables for field in FIELDS]
     kept = [tensor.clone() for tensor in tensors]
     try:
         yield
