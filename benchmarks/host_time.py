@@ -1,9 +1,10 @@
 """What the host adds to the work: microseconds of calls, as ratios to Inductor and to an ahead-of-time package.
 
-    python benchmarks/host_time.py [layers] [operations] [decode] [--rounds 200] [--threads 1] [--folder packages]
+    python benchmarks/host_time.py [layers operations runner decode] [--rounds 200] [--threads 1] [--folder packages]
 
     layers       seven Linear layers of 16x16: forward under inference, forward and step in training
     operations   one call of each operation that a graph calls on a CPU, on 16x16 operands
+    runner       what a call of compiled code costs before the code begins, without and with an attached optimizer
     decode       a 12-layer GPT that decodes one sequence, compiled in the process and as a package
 
 Contenders take turns, a call each, so that a noisy neighbour slows them alike; times are medians, and a ratio is the
@@ -22,9 +23,11 @@ from typing import Any, Callable, Mapping
 
 import nvfp4_decode
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import fp8_compile
+from fp8_compile.backend.graph import compile_graph
+from fp8_compile.backend.interpret import NO_CACHE, run_uncompiled
 from fp8_compile.kernels import delayed_scaling, fp8_weight
 from fp8_compile.kernels.cpu import nvfp4, quantize, quantize_mm, scaled_mm
 from fp8_compile.kernels.formats import E4M3
@@ -224,7 +227,38 @@ def decoders(folder: pathlib.Path) -> dict[str, Timed]:
     return {"package": tokens(package), "in process": tokens(compiled)}
 
 
-SECTIONS = {"layers": layers, "operations": operations, "decode": decode}
+def runner(rounds: int, folder: pathlib.Path) -> None:
+    """Seven layers whose code does nothing: finding their state, whether copies of weights are fresh, the phase."""
+    print("\ncalls of code that does nothing, seven layers: microseconds")
+    for name, attached in (("without attach", False), ("with attach", True)):
+        seconds = take_turns({name: idle_call(attached)}, rounds)[name]
+        print(f"  {name:<38} {1e6 * statistics.median(seconds) / CALLS:7.1f} us")
+
+
+def idle_call(attached: bool) -> Timed:
+    torch._dynamo.reset()
+    model, codes = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))), []
+
+    def backend(gm: fx.GraphModule, example_inputs: Any) -> Any:
+        config = fp8_compile.Config(inductor=dict(NO_CACHE))
+        codes.append(compile_graph(gm, example_inputs, config, inner_compile=run_uncompiled)[0])
+        return codes[0]
+
+    compiled, optimizer = torch.compile(model, backend=backend), torch.optim.SGD(model.parameters(), lr=0.01)
+    if attached:
+        fp8_compile.attach(compiled, optimizer)
+    for _ in range(3):
+        compiled(torch.randn(WIDTH, WIDTH)).sum().backward()
+    (running,) = codes[0]._runners.values()
+    calls: list[Any] = []
+    running.compiled = lambda *args: calls.append(args) or args[:1]
+    compiled(torch.randn(WIDTH, WIDTH))
+    arguments = calls[0][: len(calls[0]) - len(running.inputs)]
+    running.compiled = lambda *args: None
+    return timed(lambda: [codes[0](*arguments) for _ in range(CALLS)])
+
+
+SECTIONS = {"layers": layers, "operations": operations, "runner": runner, "decode": decode}
 
 
 def main() -> None:

@@ -63,3 +63,11 @@ def test_a_section_that_there_is_none_of_is_named(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(SystemExit):
         host_time.main()
     assert "unknown section runners; expected some of layers, operations, decode" in capsys.readouterr().err
+
+
+def test_the_runner_has_a_line_without_and_with_attach(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    host_time.runner(2, tmp_path)
+    lines = capsys.readouterr().out.splitlines()[2:]
+    assert [re.sub(r" +[\d.]+ us$", "", line).strip() for line in lines] == ["without attach", "with attach"]
