@@ -62,7 +62,7 @@ def test_a_section_that_there_is_none_of_is_named(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("sys.argv", ["host_time.py", "layers", "runners"])
     with pytest.raises(SystemExit):
         host_time.main()
-    assert "unknown section runners; expected some of layers, operations, decode" in capsys.readouterr().err
+    assert "unknown section runners; expected some of layers, operations, runner, decode" in capsys.readouterr().err
 
 
 def test_the_runner_has_a_line_without_and_with_attach(
