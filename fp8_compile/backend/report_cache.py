@@ -48,7 +48,7 @@ class ReportCache:
 
     @property
     def slots(self) -> list[Any]:
-        """Where the code keeps its scaling state; see ``GraphPool.to_list``."""
+        """Where the code keeps its scaling state; see ``GraphSlots.to_list``."""
         assert self.stored is not None
         return self.stored["slots"]
 

@@ -29,7 +29,7 @@ def scaling_state(model: nn.Module | Callable[..., Any]) -> ScalingState:
         return known[0]
     of_code = _of_code(function.__code__)
     newest = of_code.newest() if of_code.newest is not None else None
-    return newest or of_code.own()
+    return newest or of_code.own(function.__code__)
 
 
 def states_within(model: nn.Module) -> dict[str, ScalingState]:
@@ -46,7 +46,7 @@ def state_of_compilation(gm: fx.GraphModule) -> ScalingState:
 def state_of_modules(modules: list[nn.Module], code: CodeType | None) -> ScalingState:
     """The state of the modules that a compiled code runs for."""
     if not modules:
-        return _of_code(code).own() if code is not None else ScalingState()
+        return _of_code(code).own(code) if code is not None else ScalingState()
     state = _state_of_module(modules[0]) if len(modules) == 1 else _state_of_several(modules)
     if code is not None:
         _of_code(code).newest = weakref.ref(state)
@@ -67,8 +67,8 @@ class _CodeState:
     scaling: ScalingState | None = None  # of a function that runs no module
     newest: weakref.ref[ScalingState] | None = None  # of the modules that the code was last compiled for
 
-    def own(self) -> ScalingState:
-        self.scaling = self.scaling or ScalingState()
+    def own(self, code: CodeType) -> ScalingState:
+        self.scaling = self.scaling or ScalingState(code=code)
         return self.scaling
 
 
@@ -83,7 +83,7 @@ def _of_code(code: CodeType) -> _CodeState:
 def _state_of_several(modules: list[nn.Module]) -> ScalingState:
     key = tuple(weakref.ref(module) for module in modules)
     if key not in _by_group:
-        _by_group[key] = ScalingState()
+        _by_group[key] = ScalingState(several=modules)
         for module in modules:
             weakref.finalize(module, _by_group.pop, key, None)
     return _by_group[key]

@@ -14,7 +14,7 @@ from fp8_compile.config import Config
 from fp8_compile.kernels.delayed_scaling import STEADY
 from fp8_compile.passes.graph.roles import Role
 from fp8_compile.passes.graph.rules import Rules
-from fp8_compile.passes.graph.slot import BACKWARD, FIELDS, FORWARD, FROZEN, STATS, Place, TensorUse, buffer_name
+from fp8_compile.passes.graph.slot import BACKWARD, FIELDS, FORWARD, FROZEN, STATS, Place, TensorUse, state_input
 from fp8_compile.passes.graph.update_rule import UpdateRule
 from fp8_compile.torch_internals.dynamo import compilation, frame_code, frame_key, frame_module, modules_read
 from fp8_compile.torch_internals.modules import unwrap
@@ -103,7 +103,7 @@ class GraphSlots:
     def _inputs(self) -> Iterator[tuple[str, int, str]]:
         for index in self.given:
             for field in self.fields:
-                yield buffer_name(self.layout.tables[index].kind.direction, index, field), index, field
+                yield state_input(self.layout.tables[index].kind.direction, index, field), index, field
 
     def bound(self, state: ScalingState, prefix: Prefix, *, besides: Container[TensorUse] = ()) -> BoundSlots:
         """The slots as a module has them, but for tensors that are quantized elsewhere."""

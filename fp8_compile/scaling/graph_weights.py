@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fp8_compile.kernels.cpu.fingerprint import Fingerprints
-from fp8_compile.passes.graph.cached_weights import CODES, SCALES, TRANSPOSED, Use, weight_buffer
+from fp8_compile.passes.graph.cached_weights import CODES, SCALES, TRANSPOSED, Use, weight_input
 from fp8_compile.passes.graph.rules import Rules
 from fp8_compile.passes.graph.slot import FORWARD
 from fp8_compile.torch_internals.autograd import are_as_seen, version
@@ -49,10 +49,10 @@ class GraphWeights:
 
     def _examples_of(self, argument: int, device: torch.device) -> dict[str, Tensor]:
         rows, cols = self.shapes[argument]
-        named = {weight_buffer(argument, CODES): torch.empty(rows, cols, dtype=self.dtype, device=device)}
+        named = {weight_input(argument, CODES): torch.empty(rows, cols, dtype=self.dtype, device=device)}
         if self.transposed:
-            named[weight_buffer(argument, TRANSPOSED)] = torch.empty(cols, rows, dtype=self.dtype, device=device)
-        named[weight_buffer(argument, SCALES)] = torch.empty(2, dtype=torch.float32, device=device)
+            named[weight_input(argument, TRANSPOSED)] = torch.empty(cols, rows, dtype=self.dtype, device=device)
+        named[weight_input(argument, SCALES)] = torch.empty(2, dtype=torch.float32, device=device)
         return named
 
     def use(self, use: Use) -> bool:

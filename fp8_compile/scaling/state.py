@@ -8,6 +8,7 @@ use of that parameter it belongs to, over all graphs of the model, and the role 
 from __future__ import annotations
 
 import weakref
+from types import CodeType
 from typing import TYPE_CHECKING, Any, Callable, Iterable, Iterator, Mapping, Protocol
 
 import torch
@@ -17,6 +18,7 @@ from torch.autograd.graph import increment_version
 from fp8_compile.kernels.delayed_scaling import QUANT, RUNS
 from fp8_compile.passes.graph.roles import Role
 from fp8_compile.passes.graph.slot import BACKWARD, FROZEN, Place, Slot, TensorUse
+from fp8_compile.torch_internals.dynamo import reset_code
 from fp8_compile.torch_internals.graphs import real_tensors
 
 from .layout import Layout, Prefix
@@ -42,8 +44,18 @@ class KnowsAmaxes(Protocol):
 class ScalingState:
     """The state of one model. :func:`fp8_compile.scaling_state` finds it."""
 
-    def __init__(self, model: nn.Module | None = None, requests: Requests | None = None) -> None:
-        """``requests``: what training loops ask of the model's state."""
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        requests: Requests | None = None,
+        *,
+        several: Iterable[nn.Module] = (),
+        code: CodeType | None = None,
+    ) -> None:
+        """``requests``: what training loops ask of the model's state. Of a function that runs no model of its own:
+        ``several``, the modules that it runs; ``code``, where it runs none."""
+        self._several = [weakref.ref(module) for module in several]
+        self._code = weakref.ref(code) if code is not None else None
         self._requests = requests or Requests()
         self._model = weakref.ref(model) if model is not None else None
         self.tables: list[Table] = []
@@ -240,6 +252,10 @@ class ScalingState:
             prefix = Prefix(name)
             within = [prefix.local(one) for one in self.frozen or () if prefix.covers(one.partition("#")[0])]
             model_state(module).frozen = frozenset(within)
+        for module in (found for one in self._several if (found := one()) is not None):
+            model_state(module).frozen = frozenset(self.frozen or ())
+        if self._code is not None and (code := self._code()) is not None:
+            reset_code(code)  # there is no module that a guard could ask
 
     def frozen_reach(self, slot: Slot) -> float | None:
         """The magnitude that the frozen scale of an input reaches to; None: its scale is not frozen."""

@@ -34,11 +34,11 @@ class CachedWeights(Protocol):
         ...
 
 
-def weight_buffer(index: int, field: str) -> str:
+def weight_input(index: int, field: str) -> str:
     """The name of an FP8 copy of the weight that is argument ``index``, or of its scales."""
     return f"{PREFIX}{index}_{field}"
 
 
-def weight_buffers(graph: fx.Graph) -> dict[str, fx.Node]:
+def weight_inputs(graph: fx.Graph) -> dict[str, fx.Node]:
     """The placeholders of a graph that hold copies of weights and their scales, by name."""
     return {name: node for name, node in named_inputs(graph).items() if name.startswith(PREFIX)}

@@ -98,7 +98,7 @@ class SlotPool(Protocol):
         ...
 
 
-def buffer_name(direction: str, table: int, field: str) -> str:
+def state_input(direction: str, table: int, field: str) -> str:
     """The name of one of the state's tensors in a graph."""
     return f"fp8_{direction}_{table}_{field}"
 

@@ -30,7 +30,7 @@ from ..graph.emit import emit, first_call, getitem, inline, replace_results
 from ..graph.marks import AMAX, Kind, Mark, mark_of, marked, set_mark
 from ..graph.relayouts import saved_relayouts
 from ..graph.roles import is_backward
-from ..graph.slot import BACKWARD, FIELDS, FORWARD, FROZEN, STATS, SlotPool, buffer_name, state_of
+from ..graph.slot import BACKWARD, FIELDS, FORWARD, FROZEN, STATS, SlotPool, state_input, state_of
 from ..graph.traced import passes_on
 from ..graph.update_rule import UpdateRule
 from ..graph_pass import GraphPass, PassReport
@@ -151,8 +151,8 @@ class TableInGraph:
         held: bool = False,
     ) -> None:
         self.graph, self.largest, self.held = graph, largest, held
-        self.fields = {field: state[buffer_name(direction, table, field)] for field in FIELDS}
-        self.stats = state.get(buffer_name(direction, table, STATS))
+        self.fields = {field: state[state_input(direction, table, field)] for field in FIELDS}
+        self.stats = state.get(state_input(direction, table, STATS))
         self.rule = (largest, *(("frozen", 1) if direction == FROZEN else rule.arguments))
         self.like, self.tags = self.fields["scales"], _tag(direction)
         self.rows: list[int] = []

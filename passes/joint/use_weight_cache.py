@@ -10,7 +10,7 @@ from fp8_compile.kernels.quantize import quantize_op
 from fp8_compile.torch_internals.aot import input_number
 
 from ..graph.arguments import arguments, input_of
-from ..graph.cached_weights import CODES, SCALES, TRANSPOSED, CachedWeights, Use, weight_buffer, weight_buffers
+from ..graph.cached_weights import CODES, SCALES, TRANSPOSED, CachedWeights, Use, weight_input, weight_inputs
 from ..graph.emit import inline, replace_results
 from ..graph.marks import mark_of
 from ..graph.relayouts import relayouts_of
@@ -36,13 +36,13 @@ class UseWeightCache(GraphPass):
         self.weights = weights
 
     def run(self, graph: fx.Graph) -> PassReport:
-        buffers = weight_buffers(graph)
+        buffers = weight_inputs(graph)
         used = 0
         for node in graph.find_nodes(op="call_function", target=quantize_op):
             tensor = mark_of(node).use
             source, via = _unrounded(input_of(node))
             argument = _argument(source)
-            if tensor is None or tensor.role is not Role.WEIGHT or weight_buffer(argument, CODES) not in buffers:
+            if tensor is None or tensor.role is not Role.WEIGHT or weight_input(argument, CODES) not in buffers:
                 continue
             if self.weights.use(Use(argument, tensor, via)):
                 _replace(graph, node, argument, buffers)
@@ -51,9 +51,9 @@ class UseWeightCache(GraphPass):
 
 
 def _replace(graph: fx.Graph, node: fx.Node, argument: int, buffers: dict[str, fx.Node]) -> None:
-    codes, transposed = buffers[weight_buffer(argument, CODES)], buffers.get(weight_buffer(argument, TRANSPOSED))
+    codes, transposed = buffers[weight_input(argument, CODES)], buffers.get(weight_input(argument, TRANSPOSED))
     with graph.inserting_before(node):
-        dequant_scale = inline(graph, _dequant_scale, buffers[weight_buffer(argument, SCALES)], like=node)
+        dequant_scale = inline(graph, _dequant_scale, buffers[weight_input(argument, SCALES)], like=node)
     if transposed is not None:
         for copy in [copy for part in node.users for copy in relayouts_of(part, (True, 1, 1))]:
             copy.replace_all_uses_with(transposed)

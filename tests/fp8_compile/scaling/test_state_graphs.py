@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from uncompiled import UncompiledBackend
 
-from fp8_compile import Config, scaling_state
+from fp8_compile import Config, freeze_scales, scaling_state
 from fp8_compile.scaling import graph_slots, layout
 
 D = 32
@@ -328,6 +328,22 @@ def test_a_function_of_two_models_runs_one_code_with_the_state_of_each_pair() ->
     runners = backend.codes[0]._runners.values()
     assert len({id(runner.state) for runner in runners}) == 2
     assert snr(compiled(one, three, torch.ones(8, D)), step(one, three, torch.ones(8, D))) > 10
+
+
+def test_frozen_scales_of_a_function_of_two_models_are_used_at_the_next_call() -> None:
+    def run(first: nn.Module, second: nn.Module, x: Tensor) -> Tensor:
+        return second(torch.tanh(first(x)))
+
+    compiled, backend = compiled_with(run)
+    one, two, x = nn.Linear(D, D), nn.Linear(D, D), torch.randn(8, D)
+    compiled(one, two, x).sum().backward()
+    with torch.no_grad():
+        compiled(one, two, x)
+        before = len(backend.reports)
+        freeze_scales(compiled)
+        compiled(one, two, 100 * x)
+    assert len(backend.reports) == before + 1
+    assert "(frozen) was saturated in 1 of 1 steps" in repr(scaling_state(compiled))
 
 
 # --- tables

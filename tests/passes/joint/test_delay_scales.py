@@ -26,7 +26,7 @@ from fp8_compile.passes.graph.slot import (
     STATS,
     Place,
     TensorUse,
-    buffer_name,
+    state_input,
     state_of,
 )
 from fp8_compile.passes.graph.update_rule import UpdateRule
@@ -78,7 +78,7 @@ def add_state(graph: fx.Graph, rows: int, *, stats: bool = False, frozen: bool =
     with graph.inserting_before(first):
         for direction in (FORWARD, BACKWARD, FROZEN)[: 3 if frozen else 2]:
             for field in (*FIELDS, STATS) if stats else FIELDS:
-                name = buffer_name(direction, 0, field)
+                name = state_input(direction, 0, field)
                 node = graph.placeholder(name)
                 made = torch.zeros(shapes[field], dtype=dtypes.get(field, torch.float32))
                 node.meta.update(val=mode.from_tensor(made, static_shapes=True), desc=PlainAOTInput(1000))
@@ -340,7 +340,7 @@ def test_without_history_the_results_are_those_of_scales_of_each_tensor_itself(l
 @pytest.mark.parametrize("target", ["cpu", "cuda:90"])
 def test_known_scales_quantize_and_the_state_is_written_where_it_lies(linear: JointGraph, target: str) -> None:
     made = delayed(linear, target)
-    forward, backward = (buffer_name(direction, 0, "scales") for direction in (FORWARD, BACKWARD))
+    forward, backward = (state_input(direction, 0, "scales") for direction in (FORWARD, BACKWARD))
     quant = torch.tensor([8.0, 16.0, 0.0, 0.0]), torch.tensor([4.0, 0.0, 0.0, 0.0])
     known = [torch.stack([row, torch.where(row > 0, 1 / row, 0.0)]) for row in quant]
     inputs = state_inputs(made.graph, **{forward: known[0], backward: known[1]})
@@ -357,26 +357,26 @@ def test_known_scales_quantize_and_the_state_is_written_where_it_lies(linear: Jo
     for found, expected in ((y, qx @ qw.T), (grad_weight, qdy.T @ qx), (grad_x, qdy @ qw)):
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
     amaxes = [tensor.abs().max().item() for tensor in (x, weight)]
-    assert by_name[buffer_name(FORWARD, 0, "amaxes")].tolist() == [*amaxes, -1, -1]
-    assert by_name[buffer_name(BACKWARD, 0, "amaxes")].tolist() == [dy.abs().max().item(), -1, -1, -1]
-    assert not by_name[buffer_name(FORWARD, 0, "counts")].any(), "recorded; it enters when the next pass begins"
+    assert by_name[state_input(FORWARD, 0, "amaxes")].tolist() == [*amaxes, -1, -1]
+    assert by_name[state_input(BACKWARD, 0, "amaxes")].tolist() == [dy.abs().max().item(), -1, -1, -1]
+    assert not by_name[state_input(FORWARD, 0, "counts")].any(), "recorded; it enters when the next pass begins"
 
 
 def test_a_pass_begins_with_the_update_that_follows_from_the_one_before(linear: JointGraph) -> None:
     made = delayed(linear, "cuda:90")
-    amaxes, counts = (buffer_name(FORWARD, 0, field) for field in ("amaxes", "counts"))
+    amaxes, counts = (state_input(FORWARD, 0, field) for field in ("amaxes", "counts"))
     margins = torch.zeros(STEADY + 1, 4, dtype=torch.int32)
     margins[delayed_scaling.MARGIN] = 1
     inputs = state_inputs(made.graph, **{amaxes: torch.tensor([2.0, 0.5, -1.0, -1.0]), counts: margins})
     by_name = named(made.graph, inputs)
     weight, x, _ = inputs[-3:]
     y = run(made.graph, inputs)[0]
-    scales = by_name[buffer_name(FORWARD, 0, "scales")]
+    scales = by_name[state_input(FORWARD, 0, "scales")]
     assert scales[0].tolist() == [448 / 4, 448.0, 0, 0]
     qx = (x * 112).clamp(-448, 448).to(torch.float8_e4m3fn).double() / 112
     qw = (weight * 448).clamp(-448, 448).to(torch.float8_e4m3fn).double() / 448
     torch.testing.assert_close(y.double(), qx @ qw.T, rtol=1e-5, atol=1e-5)
-    assert by_name[buffer_name(FORWARD, 0, "history")][:, 0].tolist() == [2.0, 0.5, 0, 0]
+    assert by_name[state_input(FORWARD, 0, "history")][:, 0].tolist() == [2.0, 0.5, 0, 0]
     assert by_name[counts][:2].tolist() == [[1, 1, 0, 0], [1, 1, 0, 0]]
     assert torch.equal(by_name[counts][2:], margins[2:])
 
@@ -405,7 +405,7 @@ def test_frozen_scales_quantize_inputs_of_an_inference_graph_and_are_not_changed
 ) -> None:
     made = delayed(inference, target, frozen=True, algorithm="p99", interval=3)
     apply(LowerQuantizes(), made.graph)
-    names = {field: buffer_name(FROZEN, 0, field) for field in FIELDS}
+    names = {field: state_input(FROZEN, 0, field) for field in FIELDS}
     known = torch.tensor([[8.0, 0, 0, 0], [0.125, 0, 0, 0]])
     pending = torch.tensor([100.0, -1, -1, -1])  # of the call before: 100 * 8 is beyond 448
     inputs = state_inputs(made.graph, **{names["scales"]: known, names["amaxes"]: pending})
