@@ -156,10 +156,9 @@ def test_parameters_that_are_replaced_go_on_with_the_state_of_their_module() -> 
     torch._dynamo.reset()
     model, backend = stack(1)[1], UncompiledBackend()
     compiled = torch.compile(model, backend=backend)
-    for step in range(3):
+    for _ in range(3):
         compiled(torch.randn(16, D)).sum().backward()
         model.up.weight = nn.Parameter(torch.randn_like(model.up.weight))
-        del step
         gc.collect()
     parameters = {f"_orig_mod.{name}": torch.randn_like(one) for name, one in model.named_parameters()}
     torch.func.functional_call(compiled, parameters, torch.ones(4, D))
