@@ -19,16 +19,19 @@ from typing import Any, Callable, ClassVar, Generic, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from fp8_compile.kernels import fp8_inputs, fp8_weight
+from fp8_compile.kernels import fp8_blocks, fp8_inputs, fp8_weight
+from fp8_compile.kernels.fp8_blocks import FP8Blocks
 from fp8_compile.kernels.fp8_weight import FP8Weight
 from fp8_compile.kernels.nvfp4 import ops as nvfp4
 from fp8_compile.kernels.nvfp4.quantize import METHODS, NEED_HESSIAN, check_method, own_global_scale, quantize_nvfp4
 from fp8_compile.kernels.nvfp4.weight import NVFP4Weight
 
 from .calibration import Calibration
+from .checkpoints.block_layouts import BLOCK_LAYOUTS
 from .checkpoints.layouts import FP8_LAYOUTS, NVFP4_LAYOUTS, Layout
 from .input_scales import static_scales
 from .linear_layers import fused_groups
+from .packed_blocks import FP8BlockLinear, FP8BlockStack
 from .packed_experts import FP8Stack, NVFP4Stack, PackedStack
 from .packed_linear import FP8Linear, NVFP4Linear, PackedLinear
 from .packed_weight import Matrix
@@ -200,8 +203,46 @@ class FP8Format(Format[FP8Weight]):
         return FP8Weight(*(torch.cat(parts) for parts in zip(*matrices)))
 
 
-NVFP4, FP8 = NVFP4Format(), FP8Format()
-FORMATS: dict[str, Format[Any]] = {format.name: format for format in (NVFP4, FP8)}
+class FP8BlocksFormat(Format[FP8Blocks]):
+    """E4M3 with one scale per block of 128 x 128: what DeepSeek and Qwen publish. It has no kernel that multiplies."""
+
+    name, title, weights = "fp8_blocks", "FP8 by blocks", "FP8 weights by blocks of 128 x 128"
+    matrix, linear, stack = FP8Blocks, FP8BlockLinear, FP8BlockStack
+    activations = (None,)
+    layouts = BLOCK_LAYOUTS
+    fallback = "rtn"
+    measures_on_inputs = False
+
+    def check(self, method: str | None, options: Mapping[str, Any], activations: str | None, calibrated: bool) -> None:
+        if method not in (None, "rtn") or options or calibrated:
+            raise ValueError("format='fp8_blocks' has one method, 'rtn', without more; leave the rest out")
+
+    def method(self, asked: str | None, calibrated: bool) -> str:
+        return "rtn"
+
+    def quantize(
+        self, w: Tensor, method: str, hessian: Tensor | None, *, name: str, shared: Tensor | None = None, **options: Any
+    ) -> FP8Blocks:
+        return fp8_blocks.quantize(w, name)
+
+    def rows(self, matrix: FP8Blocks, rows: slice) -> FP8Blocks:
+        first, last = rows.start // fp8_blocks.BLOCK, -(-rows.stop // fp8_blocks.BLOCK)
+        if rows.start % fp8_blocks.BLOCK:
+            raise ValueError(
+                f"rows from {rows.start} on are no whole blocks of 128, so gate and up of an expert can't be stored "
+                "apart; exclude the experts from packing, or pack them with format='fp8'"
+            )
+        return FP8Blocks(matrix.codes[rows].contiguous(), matrix.scales[first:last].contiguous())
+
+    def concatenate(self, matrices: Sequence[FP8Blocks], name: str) -> FP8Blocks:
+        if any(one.shape[0] % fp8_blocks.BLOCK for one in matrices[:-1]):
+            log.warning("%s: gate and up are no whole blocks of 128 rows, rounded again as one matrix", name)
+            return fp8_blocks.quantize(torch.cat([one.dequantize() for one in matrices]), name)
+        return FP8Blocks(*(torch.cat(parts) for parts in zip(*matrices)))
+
+
+NVFP4, FP8, FP8_BLOCKS = NVFP4Format(), FP8Format(), FP8BlocksFormat()
+FORMATS: dict[str, Format[Any]] = {format.name: format for format in (NVFP4, FP8, FP8_BLOCKS)}
 
 
 def format_of(module: nn.Module) -> Format[Any]:

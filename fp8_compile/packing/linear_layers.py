@@ -28,6 +28,7 @@ FUSED = (
     ("w1", "w3"),
     ("wi_0", "wi_1"),
 )
+ON_META = "its weight is on the meta device; load it first"
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -88,7 +89,7 @@ def reason_against_packing(layer: nn.Module) -> str | None:
     if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"dtype {str(weight.dtype).removeprefix('torch.')}"
     if weight.is_meta:
-        return "its weight is on the meta device; load it first"
+        return ON_META
     return None
 
 
@@ -97,10 +98,11 @@ def fused_groups(names: Iterable[str]) -> list[tuple[str, ...]]:
     left = dict.fromkeys(names)
     groups = []
     for name in list(left):
-        parent, _, own = name.rpartition(".")
+        inner = ".base_layer" if name.endswith(".base_layer") else ""  # under peft's adapters
+        parent, _, own = name.removesuffix(inner).rpartition(".")
         for family in FUSED:
             if own in family:
-                members = [f"{parent}.{one}".strip(".") for one in family]
+                members = [f"{parent}.{one}{inner}".strip(".") for one in family]
                 found = tuple(one for one in members if one in left)
                 if len(found) > 1 and found[0] == name:
                     groups.append(found)

@@ -45,6 +45,21 @@ def set_experts_implementation(config: Any, name: str) -> None:
     config._experts_implementation = name
 
 
+def pass_over(model: Any, patterns: set[str]) -> None:
+    """Let ``from_pretrained`` say nothing of a checkpoint's tensors that match and are not the model's."""
+    model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *patterns}
+
+
+def mark_initialized(module: Any) -> None:
+    """Keep ``from_pretrained`` from filling a module's weights with random numbers."""
+    module._is_hf_initialized = True
+
+
+def use_all_conversions(model: Any) -> None:
+    """Of a model's conversions ``from_pretrained`` keeps those that it used. Forget that, so that all of them count."""
+    model._weight_conversions = None
+
+
 def optimizer_file() -> str:
     """The file of a Trainer's checkpoint that has the optimizer's state."""
     return _named("trainer", "OPTIMIZER_NAME")

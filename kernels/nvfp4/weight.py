@@ -72,9 +72,14 @@ def dequantize(
 
 
 def global_scale_of(amax: Tensor, block_range: float) -> Tensor:
-    """``amax / (block_range * 6)``; 1 for a matrix of zeros. Its reciprocal is finite, whatever the amax."""
+    """``amax / (block_range * 6)``; 1 for a matrix of zeros. Its reciprocal is finite, whatever the amax.
+
+    It is rounded to a number that is the reciprocal of its reciprocal, because compressed-tensors stores ``1 / g``. Two
+    reciprocals give one: of g's mantissa and that of ``1 / g`` one is below sqrt(2), and there ``1 / x`` is injective.
+    """
     scale = amax.to(torch.float32) / (block_range * e2m1.LARGEST)
-    return torch.where(amax == 0, 1.0, scale.clamp(min=torch.finfo(torch.float32).tiny))
+    normal = scale.clamp(min=torch.finfo(torch.float32).tiny)
+    return torch.where(amax == 0, 1.0, normal.reciprocal().reciprocal())
 
 
 def block_scale_of(amax: Tensor, global_scale: Tensor, smallest: float = SMALLEST_SCALE) -> Tensor:

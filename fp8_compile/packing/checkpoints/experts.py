@@ -113,6 +113,11 @@ def part_of(stack: PackedStack, part: ExpertRows) -> Matrix:
     return format_of(stack).rows(stack.matrix(part.expert), part.rows(stack.out_features))
 
 
+def module_of_expert(layer: str) -> str:
+    """The module that holds an expert: ``mlp.experts`` of ``mlp.experts.3.gate_proj``."""
+    return layer.rpartition(".")[0].rpartition(".")[0]
+
+
 def joined(
     stack: str,
     names: Mapping[str, ExpertRows],

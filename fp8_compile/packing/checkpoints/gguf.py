@@ -3,15 +3,15 @@
     4 block scales (E4M3, unsigned), then for each block of 16: 8 bytes, weights 0-7 in the low nibbles, 8-15 in the
     high ones; the global scale of ``X.weight`` is the tensor ``X.scale``, F32 [1]
 
-Names are llama.cpp's where the ``gguf`` package knows the architecture, and the model's own otherwise. Rows of q and k
-of Llama and Mistral are put in the order of llama.cpp's rotary embedding. The tokenizer is not the model's, so the file
-says that it has none: llama.cpp then takes and gives numbers of tokens. Its converter writes one (``--vocab-only``).
+It is written for the architectures in ``ARCHITECTURES``, complete: with the vocabulary, scaled rotary embeddings, and a
+tied head once. Other models, and experts, are for llama.cpp's own converter, which reads the folders that
+``save_checkpoint`` writes. Rows of q and k of Llama and Mistral are put in the order of llama.cpp's rotary embedding.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
-import warnings
 from typing import Any, Callable, Mapping
 
 import numpy as np
@@ -23,10 +23,13 @@ from fp8_compile.kernels.nvfp4.weight import NVFP4Weight
 from fp8_compile.packing.packed_weight import Matrix
 from fp8_compile.whole_files import written_beside
 
+from .gguf_vocabulary import CONVERTER, add_vocabulary, check_vocabulary
+
 SUPERBLOCK = 64
 ROTATED = ("llama", "mistral")  # whose q and k llama.cpp permutes
-ARCHITECTURES = {"mistral": "llama"}
-TRIED = ("llama", "qwen3")  # whose logits from llama.cpp (ggml 0.25) were compared with ours
+# Model types and llama.cpp's names for them: those whose logits from llama.cpp were compared with ours. Of others it
+# may ignore the global scales of some layers (qwen2's and gpt2's feed-forward layers, for instance).
+ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen3": "qwen3"}
 
 
 def superblocks(codes: Tensor, block_scales: Tensor) -> Tensor:
@@ -39,12 +42,9 @@ def superblocks(codes: Tensor, block_scales: Tensor) -> Tensor:
 
 
 def write_gguf(
-    root: nn.Module,
-    path: pathlib.Path,
-    packed: Mapping[str, Matrix],
-    others: Mapping[str, Tensor],
+    root: nn.Module, path: pathlib.Path, packed: Mapping[str, Matrix], others: Mapping[str, Tensor], tokenizer: Any
 ) -> None:
-    """Write the packed weights and the other tensors of a model to one file."""
+    """Write the packed weights, the other tensors of a model and its vocabulary to one file."""
     try:
         import gguf
     except ModuleNotFoundError:
@@ -54,14 +54,21 @@ def write_gguf(
     if odd:
         raise ValueError(f"{', '.join(odd)}: GGUF holds NVFP4 with K a multiple of 64; exclude the layer from packing")
     settings = _settings(root)
-    architecture = ARCHITECTURES.get(settings.get("model_type", ""), settings.get("model_type", "fp8_compile"))
-    renamed = _names(gguf, architecture, settings)
-    _look_at_rotary(settings)
+    kind = settings.get("model_type")
+    if kind not in ARCHITECTURES:
+        raise ValueError(
+            f"{type(root).__name__}: layout='gguf' is written for model types {', '.join(ARCHITECTURES)}, got {kind}; "
+            f"{CONVERTER}"
+        )
+    rotary = rotary_scaling(gguf, root, settings)
+    check_vocabulary(tokenizer)
+    renamed = _names(gguf, ARCHITECTURES[kind], settings)
     path.parent.mkdir(parents=True, exist_ok=True)
     with written_beside(path) as part:
-        writer = gguf.GGUFWriter(part, architecture)
+        writer = gguf.GGUFWriter(part, ARCHITECTURES[kind])
         _add_settings(writer, settings)
-        writer.add_tokenizer_model("no_vocab")  # or llama.cpp loads nothing
+        rotary.write(writer)
+        add_vocabulary(gguf, writer, tokenizer, settings["vocab_size"])
         for name, tensor in others.items():
             wide = tensor.dim() > 1 and tensor.dtype in (torch.bfloat16, torch.float16)
             kept = tensor.detach().cpu().to(torch.float16 if wide else torch.float32)
@@ -85,46 +92,61 @@ def write_gguf(
 
 
 def _settings(root: nn.Module) -> dict[str, Any]:
-    """The model's configuration, by the names that most models of transformers have: a GPT-2 maps its own to them."""
     config = getattr(root, "config", None)
-    if config is None or not hasattr(config, "to_dict"):
-        return {}
-    settings = config.to_dict()
-    settings.update({name: getattr(config, name) for name in config.attribute_map})
-    if settings["model_type"] == "gpt2":
-        settings["intermediate_size"] = settings["n_inner"] or 4 * settings["hidden_size"]
-    return settings
+    return config.to_dict() if config is not None and hasattr(config, "to_dict") else {}
 
 
 def _names(gguf: Any, architecture: str, settings: Mapping[str, Any]) -> Callable[[str], str]:
     known = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
-    if architecture not in known:
-        return lambda name: name
-    if architecture not in TRIED:
-        # qwen2's and gpt2's feed-forward layers, for instance: their code passes no scales on.
-        warnings.warn(
-            f"GGUF of a {architecture} model: llama.cpp was tried with {', '.join(TRIED)} and mistral. Of other models "
-            "it may ignore the global scales of some layers and compute nonsense: compare its output first",
-            stacklevel=4,
-        )
-    table = gguf.get_tensor_name_map(known[architecture], settings.get("num_hidden_layers", 0))
+    table = gguf.get_tensor_name_map(known[architecture], settings["num_hidden_layers"])
 
     def renamed(name: str) -> str:
-        return table.get_name(name, try_suffixes=(".weight", ".bias")) or name
+        found = table.get_name(name, try_suffixes=(".weight", ".bias"))
+        if found is None:
+            raise ValueError(f"{name}: llama.cpp's {architecture} has no such tensor; {CONVERTER}")
+        return found
 
     return renamed
 
 
-def _look_at_rotary(settings: Mapping[str, Any]) -> None:
-    """Warn of a rotary embedding that the file can't describe: it holds theta only."""
+@dataclasses.dataclass
+class RotaryScaling:
+    """How positions are scaled: llama.cpp's kind and numbers, or a factor for each frequency."""
+
+    kind: Any = None
+    factor: float = 1.0
+    original_length: int | None = None
+    factors: Tensor | None = None
+
+    def write(self, writer: Any) -> None:
+        if self.kind is not None:
+            writer.add_rope_scaling_type(self.kind)
+            writer.add_rope_scaling_factor(self.factor)
+        if self.original_length is not None:
+            writer.add_rope_scaling_orig_ctx_len(self.original_length)
+        if self.factors is not None:
+            writer.add_tensor("rope_freqs.weight", self.factors.numpy())
+
+
+def rotary_scaling(gguf: Any, root: nn.Module, settings: Mapping[str, Any]) -> RotaryScaling:
     rope = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        warnings.warn(
-            f"GGUF: the model scales its rotary embedding (rope_type {kind!r}, as Llama 3.1 and later do), which is "
-            "not written: llama.cpp will compute other positions. Its converter writes such models",
-            stacklevel=4,
+    if kind == "default":
+        return RotaryScaling()
+    if kind == "linear":
+        return RotaryScaling(gguf.RopeScalingType.LINEAR, float(rope["factor"]))
+    own = {"beta_fast": 32, "beta_slow": 1, "mscale": None, "mscale_all_dim": None, "attention_factor": None}
+    if kind == "yarn" and all(rope.get(name) in (None, value) for name, value in own.items()):
+        return RotaryScaling(
+            gguf.RopeScalingType.YARN, float(rope["factor"]), rope.get("original_max_position_embeddings")
         )
+    if kind == "llama3":
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](root.config, "cpu")
+        plain = 1.0 / rope["rope_theta"] ** (torch.arange(len(scaled), dtype=torch.float32) / len(scaled))
+        return RotaryScaling(factors=plain / scaled.to(torch.float32))
+    raise ValueError(f"{type(root).__name__}: layout='gguf' can't describe this rope_type {kind!r}; {CONVERTER}")
 
 
 def _row_order(name: str, rows: int, settings: Mapping[str, Any]) -> Tensor:
@@ -147,10 +169,9 @@ def _add_settings(writer: Any, settings: Mapping[str, Any]) -> None:
         ("num_key_value_heads", writer.add_head_count_kv),
         ("head_dim", writer.add_key_length),
         ("head_dim", writer.add_value_length),
+        ("head_dim", writer.add_rope_dimension_count),
         ("vocab_size", writer.add_vocab_size),
         ("rms_norm_eps", writer.add_layer_norm_rms_eps),
-        ("layer_norm_eps", writer.add_layer_norm_eps),
-        ("layer_norm_epsilon", writer.add_layer_norm_eps),
         ("rope_theta", writer.add_rope_freq_base),
     ):
         value = settings.get(name)

@@ -4,9 +4,11 @@
     modelopt             X.weight,        X.weight_scale, X.weight_scale_2      = global         vLLM, TensorRT-LLM,
     SGLang
 
-Codes (uint8 [N, K/2]) and block scales (e4m3 [N, K/16]) are the same bytes in both. Weights alone are quantized:
-NVFP4A16 in compressed-tensors' words, W4A16_NVFP4 in modelopt's. FP8 weights go to compressed-tensors only: X.weight
-e4m3 [N, K], X.weight_scale fp32 [N, 1]; of FP8 inputs X.input_scale fp32 [1] where it is static.
+Codes (uint8 [N, K/2]) and block scales (e4m3 [N, K/16]) are the same bytes in both. Without a scale of the inputs the
+weights alone are quantized: NVFP4A16 in compressed-tensors' words, W4A16_NVFP4 in modelopt's. With one (a calibration's
+amax / (448 * 6)) servers round inputs to NVFP4, too: X.input_global_scale, a divisor, or X.input_scale, a multiplier.
+FP8 weights: X.weight e4m3 [N, K], X.weight_scale fp32 [N, 1], modelopt's [N]; of FP8 inputs X.input_scale fp32 [1]
+where it is static (compressed-tensors).
 """
 
 from __future__ import annotations
@@ -54,16 +56,15 @@ class Layout(abc.ABC, Generic[M]):
         return None
 
     @abc.abstractmethod
-    def config(self, ignore: Sequence[str], static_inputs: bool | None = None) -> dict[str, Any]:
-        """What goes into ``config.json`` under "quantization_config"; ``static_inputs`` as in ``PackedLinear``."""
-
-    def other_files(self, ignore: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """JSON files beside ``config.json``, by name."""
-        return {}
+    def scheme(self, static_inputs: bool | None = None) -> dict[str, Any]:
+        """What configurations say of a layer that is stored like this, in the layout's words; ``static_inputs`` as in
+        ``PackedLinear``."""
 
 
 class _NVFP4(Layout[NVFP4Weight]):
     """Codes, block scales, global scale, under the names in ``parts``."""
+
+    of_inputs: ClassVar[str]  # the name of the inputs' global scale
 
     def tensors(self, layer: str, weight: NVFP4Weight, input_scale: Tensor | None = None) -> dict[str, Tensor]:
         if weight.columns % 16 or weight.block_size != 16:
@@ -72,7 +73,8 @@ class _NVFP4(Layout[NVFP4Weight]):
                 f"blocks of {weight.block_size}; exclude the layer from packing, or pack with block_size=16"
             )
         parts = weight.codes, weight.block_scales, self._stored(weight.global_scale)
-        return {f"{layer}.{part}": tensor for part, tensor in zip(self.parts, parts)}
+        inputs = {} if input_scale is None else {f"{layer}.{self.of_inputs}": self._stored(input_scale).clone()}
+        return {f"{layer}.{part}": tensor for part, tensor in zip(self.parts, parts)} | inputs
 
     def described(self, layer: str, shape: Sequence[int]) -> Described:
         n, k = shape
@@ -110,6 +112,7 @@ class NVFP4InCompressedTensors(_NVFP4):
     name = "compressed-tensors"
     parts = ("weight_packed", "weight_scale", "weight_global_scale")
     own = ("weight_packed", "weight_global_scale")
+    of_inputs = "input_global_scale"
 
     def _stored(self, global_scale: Tensor) -> Tensor:
         return global_scale.reciprocal().reshape(1)
@@ -117,16 +120,18 @@ class NVFP4InCompressedTensors(_NVFP4):
     def _read(self, stored: Tensor) -> Tensor:
         return stored.reciprocal()
 
-    def config(self, ignore: Sequence[str], static_inputs: bool | None = None) -> dict[str, Any]:
+    def scheme(self, static_inputs: bool | None = None) -> dict[str, Any]:
         scales = {"scale_dtype": "torch.float8_e4m3fn", "zp_dtype": "torch.float8_e4m3fn"}
-        weights = {"num_bits": 4, "strategy": "tensor_group", "group_size": 16, **scales}
-        return _compressed_tensors("nvfp4-pack-quantized", weights, None, ignore)
+        blocks = {"num_bits": 4, "strategy": "tensor_group", "group_size": 16, **scales}
+        inputs = {"type": "float", "symmetric": True, "dynamic": "local", **blocks} if static_inputs else None
+        return described_by_compressed_tensors("nvfp4-pack-quantized", blocks, inputs)
 
 
 class NVFP4InModelOpt(_NVFP4):
     name = "modelopt"
     parts = ("weight", "weight_scale", "weight_scale_2")
     own = ("weight_scale_2",)
+    of_inputs = "input_scale"
 
     def _stored(self, global_scale: Tensor) -> Tensor:
         return global_scale.reshape(())
@@ -134,25 +139,8 @@ class NVFP4InModelOpt(_NVFP4):
     def _read(self, stored: Tensor) -> Tensor:
         return stored
 
-    def config(self, ignore: Sequence[str], static_inputs: bool | None = None) -> dict[str, Any]:
-        return {
-            "quant_method": "modelopt",
-            "quant_algo": "W4A16_NVFP4",
-            "group_size": 16,
-            "kv_cache_scheme": None,
-            "ignore": list(ignore),
-            "producer": {"name": "fp8_compile"},
-        }
-
-    def other_files(self, ignore: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """``hf_quant_config.json``, by which servers know modelopt's checkpoints."""
-        quantization = {
-            "quant_algo": "W4A16_NVFP4",
-            "kv_cache_quant_algo": None,
-            "group_size": 16,
-            "exclude_modules": list(ignore),
-        }
-        return {"hf_quant_config.json": {"producer": {"name": "fp8_compile"}, "quantization": quantization}}
+    def scheme(self, static_inputs: bool | None = None) -> dict[str, Any]:
+        return {"quant_algo": "NVFP4" if static_inputs else "W4A16_NVFP4", "group_size": 16}
 
 
 NVFP4_LAYOUTS = NVFP4InCompressedTensors(), NVFP4InModelOpt()
@@ -161,7 +149,7 @@ NVFP4_LAYOUTS = NVFP4InCompressedTensors(), NVFP4InModelOpt()
 class FP8InCompressedTensors(Layout[FP8Weight]):
     name = "compressed-tensors"
     parts = ("weight", "weight_scale")
-    own = ("weight_scale",)
+    own: ClassVar[tuple[str, ...]] = ("weight_scale",)
     others = tuple(part for layout in NVFP4_LAYOUTS for part in layout.own)  # with one of these it is not FP8's scale
     inputs: ClassVar[dict[bool | None, dict[str, Any] | None]] = {  # by ``static_inputs``
         None: None,
@@ -208,24 +196,43 @@ class FP8InCompressedTensors(Layout[FP8Weight]):
             )
         return value.reshape(())
 
-    def config(self, ignore: Sequence[str], static_inputs: bool | None = None) -> dict[str, Any]:
+    def scheme(self, static_inputs: bool | None = None) -> dict[str, Any]:
         weights = {"num_bits": 8, "strategy": "channel"}
-        return _compressed_tensors("float-quantized", weights, self.inputs[static_inputs], ignore)
+        return described_by_compressed_tensors("float-quantized", weights, self.inputs[static_inputs])
 
 
-FP8_LAYOUTS = (FP8InCompressedTensors(),)
+class FP8InModelOpt(FP8InCompressedTensors):
+    """X.weight e4m3 [N, K], X.weight_scale fp32 [N]; inputs are rounded by one scale per token.
+
+    With static inputs modelopt has one scale for a whole matrix, which ours are not. What is read tells nothing of
+    the layout: both have the same names.
+    """
+
+    name = "modelopt"
+    own = ()
+
+    def tensors(self, layer: str, weight: FP8Weight, input_scale: Tensor | None = None) -> dict[str, Tensor]:
+        if input_scale is not None:
+            raise ValueError(
+                f"{layer}: layout='modelopt' holds FP8 with static inputs only where the weight has one scale for all "
+                "rows, and this one has a scale per row; use layout='compressed-tensors', or pack without a calibration"
+            )
+        return {f"{layer}.weight": weight.codes, f"{layer}.weight_scale": weight.scales}
+
+    def described(self, layer: str, shape: Sequence[int]) -> Described:
+        n, k = shape
+        return {f"{layer}.weight": (torch.float8_e4m3fn, (n, k)), f"{layer}.weight_scale": (torch.float32, (n,))}
+
+    def scheme(self, static_inputs: bool | None = None) -> dict[str, Any]:
+        return {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}
 
 
-def _compressed_tensors(
-    stored: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, ignore: Sequence[str]
+FP8_LAYOUTS = FP8InCompressedTensors(), FP8InModelOpt()
+
+
+def described_by_compressed_tensors(
+    stored: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None
 ) -> dict[str, Any]:
+    """One of ``config_groups``, without its targets."""
     weights = {"type": "float", "symmetric": True, "dynamic": False, **weights}
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": stored,
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": {**group, "format": stored}},
-        "ignore": list(ignore),
-        "kv_cache_scheme": None,
-    }
+    return {"weights": weights, "input_activations": inputs, "output_activations": None, "format": stored}

@@ -1,6 +1,7 @@
 """Save packed models as other tools read them, and read theirs.
 
 folder/config.json                       the model's own, with "quantization_config"
+folder/generation_config.json            and the tokenizer's files, where there are some
 folder/model.safetensors                 or model-00001-of-00002.safetensors, ... and model.safetensors.index.json
 folder/hf_quant_config.json              layout="modelopt"
 folder/model.gguf                        layout="gguf"
@@ -8,26 +9,32 @@ folder/model.gguf                        layout="gguf"
 
 from __future__ import annotations
 
-import json
 import os
 import pathlib
-from typing import Any, Collection, Iterable, Mapping
+from typing import Any, Collection, Mapping, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
-from fp8_compile.packing.formats import FORMATS, Format, format_of
+from fp8_compile.packing.calibration import Calibration
 from fp8_compile.packing.input_scales import shared_scales
-from fp8_compile.packing.linear_layers import linear_layers, unwrapped, weight_of
+from fp8_compile.packing.linear_layers import unwrapped, weight_of
 from fp8_compile.packing.packed_experts import PackedStack, replace_stack
 from fp8_compile.packing.packed_linear import PackedLinear
 from fp8_compile.packing.packed_weight import Matrix, PackedWeight
 from fp8_compile.whole_files import write_json
 
-from .experts import ExpertNames, join_plain, joined, part_of, split_plain
+from .complete_folder import check_tokenizer, own_config, write_other_files
+from .experts import ExpertNames, join_plain, joined
 from .files import INDEX, read_tensors, read_with_files, remove_others
 from .fit import check_activations, check_experts, check_layer, check_others
-from .packed_layers import LAYOUTS, Stored, check_whole, packed_layers, read_layers
+from .gguf import write_gguf
+from .gguf_vocabulary import CONVERTER
+from .mxfp4 import PARTS as MXFP4_PARTS
+from .mxfp4 import read_mxfp4
+from .packed_layers import LAYOUTS, Stored, check_whole, packed_layers, read_layers, without_cache_scales
 from .safetensors_writer import write_safetensors
+from .stored_model import StoredModel, fuse_weights, stored_model
 
 SHARD_BYTES = 5_000_000_000
 __all__ = ["load_checkpoint", "packed_stacks", "read_tensors", "save_checkpoint"]
@@ -37,82 +44,98 @@ def save_checkpoint(
     model: nn.Module,
     folder: str | os.PathLike[str],
     layout: str = "compressed-tensors",
+    tokenizer: Any = None,
     *,
+    calibration: Calibration | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write a packed model to a folder. Layers that servers fuse (q/k/v, gate/up) share a global scale in it."""
+    """Write a packed model to a folder. Layers that servers fuse (q/k/v, gate/up) share a global scale in it.
+
+    ``tokenizer`` is written beside the weights: with it the folder is complete, and "gguf" needs it. ``calibration``
+    gives the inputs of NVFP4 layers a global scale, by which servers round them to NVFP4, too (W4A4); without it they
+    round weights alone. docs/interchange.md says which programs read what.
+    """
     root, folder = unwrapped(model), pathlib.Path(folder)
     if layout not in (*LAYOUTS, "gguf"):
         raise ValueError(f"layout={layout!r} is unknown; expected one of: {', '.join((*LAYOUTS, 'gguf'))}")
+    check_tokenizer(tokenizer)
+    if layout == "gguf":
+        parts = _parts(root)
+        if parts.stacks:
+            raise ValueError(f"{next(iter(parts.stacks))}: layout='gguf' holds no experts; {CONVERTER}")
+        write_gguf(root, folder / "model.gguf", parts.weights, parts.others, tokenizer)
+        return
+    stored = stored_as(root, layout, calibration)
+    (folder / "config.json").unlink(missing_ok=True)  # until the end the folder is not a checkpoint
+    remove_others(folder, _write_shards(folder, stored.tensors, shard_bytes))
+    for file, data in stored.files.items():
+        write_json(folder / file, data)
+    write_other_files(root, folder, tokenizer)
+    write_json(folder / "config.json", own_config(root) | {"quantization_config": stored.config})
+
+
+class _Parts(NamedTuple):
+    """A packed model: its layers and stacks, the weights of these layers, and all tensors that are not packed."""
+
+    packed: dict[str, PackedLinear]
+    stacks: dict[str, PackedStack]
+    weights: dict[str, Matrix]
+    others: dict[str, Tensor]
+
+
+def _parts(root: nn.Module) -> _Parts:
     packed = {name: one for name, one in root.named_modules() if isinstance(one, PackedLinear)}
     stacks = packed_stacks(root)
     if not packed and not stacks:
         raise ValueError(
             "save_checkpoint expects a packed model, this one has no packed layer; fp8_compile.pack it first"
         )
-    format = _one_format([*packed.values(), *stacks.values()])
-    static_inputs = _one_kind_of_inputs(packed, stacks)
     weights = {name: layer.matrix() for name, layer in packed.items()}
-    format.fuse(weights)
+    fuse_weights(packed, weights)
     everywhere = dict(root.named_modules(remove_duplicate=False))  # a layer in two places has two names in state_dict()
     others = {name: tensor for name, tensor in root.state_dict().items() if not _is_packed(name, everywhere)}
-    if layout == "gguf":
-        if stacks:
-            raise ValueError(f"{next(iter(stacks))}: no packed experts in layout='gguf'; exclude them, or use another")
-        from .gguf import write_gguf
-
-        write_gguf(root, folder / "model.gguf", weights, others)
-        return
-    names = ExpertNames(root)
-    tensors = split_plain(names, _without_twins(others))
-    for name, layer in packed.items():
-        stored = names.stored(name)
-        tensors |= format.layout(layout, stored).tensors(stored, weights[name], layer.static_scale)
-    for stack, module in stacks.items():
-        for name, part in names.of(stack).items():
-            tensors |= format.layout(layout, name).tensors(name, part_of(module, part))
-    (folder / "config.json").unlink(missing_ok=True)  # until the end the folder is not a checkpoint
-    remove_others(folder, _write_shards(folder, tensors, shard_bytes))
-    ignore = [names.stored(name) for name in linear_layers(root) if name not in packed]
-    ignore += [name for name, part in names.parts.items() if part.stack not in stacks]
-    written = format.layout(layout, "the model")
-    for file, data in written.other_files(ignore).items():
-        write_json(folder / file, data)
-    config = _own_config(root) | {"quantization_config": written.config(ignore, static_inputs)}
-    write_json(folder / "config.json", config)
+    return _Parts(packed, stacks, weights, _without_twins(others))
 
 
-def _one_format(modules: Iterable[nn.Module]) -> Format[Any]:
-    """The format of all packed modules; an error where they have several."""
-    used = {format_of(module).name for module in modules}
-    format, *others = (format for format in FORMATS.values() if format.name in used)
-    if others:
-        titles = " and ".join(one.title for one in (format, *others))
-        raise ValueError(f"the model has {titles} layers; one checkpoint holds one format, pack it in one")
-    return format
-
-
-def _one_kind_of_inputs(packed: Mapping[str, PackedLinear], stacks: Mapping[str, PackedStack]) -> bool | None:
-    """``static_inputs`` of all layers; an error where they differ, since a checkpoint says it once."""
-    kinds = {layer.inputs: name for name, layer in packed.items()}
-    if stacks:
-        kinds[""] = next(iter(stacks))  # the inputs of experts are exact
-    if len(kinds) > 1:
-        named = "; ".join(f"{name}: {kind or 'exact'}" for kind, name in kinds.items())
-        raise ValueError(f"one checkpoint holds one kind of inputs, got {named}; pack all layers alike")
-    return next((layer.static_inputs for layer in packed.values()), None)
+def stored_as(root: nn.Module, layout: str, calibration: Calibration | None = None) -> StoredModel:
+    """What a folder holds of a packed model in a layout of safetensors."""
+    return stored_model(root, *_parts(root), layout, calibration)
 
 
 def load_checkpoint(
     model: nn.Module, folder: str | os.PathLike[str], *, activations: str | None = None, strict: bool = True
 ) -> nn.Module:
-    """Load an NVFP4 or FP8 checkpoint, ours or another tool's, into a model of the same architecture, in place.
+    """Load a packed checkpoint, ours or another tool's, into a model of the same architecture, in place: NVFP4, FP8 by
+    rows, by blocks or by matrices, MXFP4 experts (as NVFP4), or several of these.
 
     Layers that are packed in the checkpoint become packed layers; all other tensors are loaded as they are.
-    ``activations`` are ``pack``'s: "fp8" takes the static scales of the checkpoint where it has some.
+    ``activations`` are ``pack``'s: "fp8" takes the static scales of the checkpoint where it has some. In a checkpoint
+    of several formats they are for the layers whose format knows them; the others keep their inputs exact.
     """
     root, folder = unwrapped(model), pathlib.Path(folder)
     tensors, where = read_with_files(folder)
+    tensors = without_cache_scales(tensors, root.state_dict())
+    rest, filled = place_packed(root, tensors, where, folder, activations)
+    missing, unexpected = _load_others(root, rest, folder)
+    everywhere = root.named_modules(remove_duplicate=False)
+    inside = {name: module for name, module in everywhere if id(module) in filled}
+    missing = [name for name in missing if not _is_packed(name, inside) and not _is_tied(root, name, rest)]
+    if strict and (missing or unexpected):
+        raise ValueError(f"{folder}: tensors missing: {missing or 'none'}; not of this model: {unexpected or 'none'}")
+    return model
+
+
+def place_packed(
+    root: nn.Module,
+    tensors: dict[str, Tensor],
+    where: Mapping[str, pathlib.Path],
+    folder: pathlib.Path,
+    activations: str | None,
+    device: torch.device | None = None,
+) -> tuple[dict[str, Tensor], set[int]]:
+    """Put the packed weights among a checkpoint's tensors into a model. The result is the other tensors, by the model's
+    names, and the ids of the modules that were filled. ``device`` is where weights go, by default where the model's
+    are."""
     names = ExpertNames(root)
     found = packed_layers(tensors)
     check_whole(found, tensors, where)
@@ -121,8 +144,16 @@ def load_checkpoint(
     stacks: dict[str, PackedStack] = {}
     if names.stacks:
         check_experts(names, tensors, found, where)
-        stacks, experts = _read_experts(names, tensors, found)
-        kept = {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[0] not in experts}
+        stacks, experts = _read_experts(names, tensors, found, device)
+        mixtures = read_mxfp4(names, tensors, device)
+        of_mixtures = {f"{stack}_{part}" for stack in mixtures for part in MXFP4_PARTS}
+        kept = {
+            name: tensor
+            for name, tensor in tensors.items()
+            if name.rpartition(".")[0] not in experts and name not in of_mixtures
+        }
+        stacks |= mixtures
+        experts |= {stack: stack for stack in mixtures}
         tensors = join_plain(names, kept)
         found = packed_layers(tensors)
         check_whole(found, tensors, where)
@@ -141,17 +172,12 @@ def load_checkpoint(
     for name, (format, _) in found.items():
         layer = modules[name]
         dtype = layer.dtype if isinstance(layer, PackedLinear) else weight_of(layer).dtype
-        device = next(iter([*layer.parameters(), *layer.buffers()])).device
-        scale = input_scales[name].to(device) if name in input_scales else None
-        format.linear.convert(layer, weights[name].to(device), dtype, activations, scale)
-    missing, unexpected = _load_others(root, rest, folder)
+        place = device or next(iter([*layer.parameters(), *layer.buffers()])).device
+        scale = input_scales[name].to(place) if name in input_scales else None
+        inputs = activations if activations in format.activations else None
+        format.linear.convert(layer, weights[name].to(place), dtype, inputs, scale)
     filled = {id(modules[name]) for name in found} | {id(one) for one in packed_stacks(root, experts.values()).values()}
-    everywhere = root.named_modules(remove_duplicate=False)
-    inside = {name: module for name, module in everywhere if id(module) in filled}
-    missing = [name for name in missing if not _is_packed(name, inside) and not _is_tied(root, name, rest)]
-    if strict and (missing or unexpected):
-        raise ValueError(f"{folder}: tensors missing: {missing or 'none'}; not of this model: {unexpected or 'none'}")
-    return model
+    return rest, filled
 
 
 def _input_scales(found: Mapping[str, Stored], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -176,7 +202,7 @@ def packed_stacks(root: nn.Module, names: Collection[str] | None = None) -> dict
 
 
 def _read_experts(
-    names: ExpertNames, tensors: Mapping[str, Tensor], found: Mapping[str, Stored]
+    names: ExpertNames, tensors: Mapping[str, Tensor], found: Mapping[str, Stored], device: torch.device | None
 ) -> tuple[dict[str, PackedStack], dict[str, str]]:
     """The stacks that the checkpoint has packed, and its layers with the stack that each is of."""
     stacks: dict[str, PackedStack] = {}
@@ -186,9 +212,9 @@ def _read_experts(
         if not any(layer in found for layer in layers):
             continue
         before = names.parameter(stack)
-        device = next(iter([*module.parameters(), *module.buffers()])).device
+        place = device or next(iter([*module.parameters(), *module.buffers()])).device
         read = read_layers({layer: found[layer] for layer in layers if layer in found}, tensors)
-        packed = joined(stack, layers, read, before.dtype, tuple(before.shape)).to(device)
+        packed = joined(stack, layers, read, before.dtype, tuple(before.shape)).to(place)
         stacks[stack] = packed
         taken |= dict.fromkeys(layers, stack)
     return stacks, taken
@@ -234,10 +260,3 @@ def _write_shards(folder: pathlib.Path, tensors: dict[str, Tensor], shard_bytes:
     size = sum(tensor.nbytes for tensor in tensors.values())
     write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": where})
     return [*names, INDEX]
-
-
-def _own_config(root: nn.Module) -> dict[str, Any]:
-    config = getattr(root, "config", None)
-    if config is None or not hasattr(config, "to_json_string"):
-        return {}
-    return json.loads(config.to_json_string(use_diff=False))

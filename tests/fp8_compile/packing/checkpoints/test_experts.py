@@ -52,7 +52,10 @@ def test_a_mixture_comes_back_from_a_checkpoint_of_a_matrix_an_expert(
     assert torch.equal(stored[f"{parent}.2.{up}.{parts[0]}"].view(torch.uint8), codes[48:].view(torch.uint8))
     if format == "nvfp4":
         assert torch.equal(*(stored[f"{parent}.2.{one}.{parts[-1]}"] for one in (gate, up))), "one global scale"
-    assert json.loads((tmp_path / "config.json").read_text())["quantization_config"]["ignore"] == ["lm_head"]
+    assert json.loads((tmp_path / "config.json").read_text())["quantization_config"]["ignore"] == [
+        "lm_head",
+        f"{parent.removesuffix('.experts')}.gate",
+    ]
     for other in (make(), packed(make, format)):
         load_checkpoint(other, tmp_path)
         assert isinstance(other.model.layers[0].mlp.experts, PackedExperts)
@@ -107,10 +110,10 @@ def test_what_no_checkpoint_holds_is_refused_by_name(tmp_path: pathlib.Path) -> 
     pack(model, method="rtn", progress=False)
     with pytest.raises(ValueError, match=r"layers\.0\.mlp\.experts\.gate_up_proj.*exclude"):
         save_checkpoint(model, tmp_path)
-    with pytest.raises(ValueError, match=r"experts\.gate_up_proj: no packed experts in layout='gguf'"):
+    with pytest.raises(ValueError, match=r"experts\.gate_up_proj: layout='gguf' holds no experts"):
         save_checkpoint(packed(mixtral), tmp_path, "gguf")
-    with pytest.raises(ValueError, match=r"one kind of inputs.*dynamic.*experts\.gate_up_proj: exact"):
-        save_checkpoint(packed(mixtral, "fp8", activations="fp8"), tmp_path)
+    with pytest.raises(ValueError, match=r"experts\.gate_up_proj: layout='modelopt' holds experts in FP8 only"):
+        save_checkpoint(packed(mixtral, "fp8"), tmp_path, "modelopt")
     assert not list(tmp_path.iterdir())
     save_checkpoint(packed(qwen), tmp_path)
     stored = load_file(tmp_path / "model.safetensors")

@@ -6,7 +6,6 @@ import copy
 import json
 import pathlib
 
-import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -46,13 +45,11 @@ def test_a_model_comes_back_from_its_checkpoint(layout: str, tmp_path: pathlib.P
     other = load_checkpoint(llama(), tmp_path)
     assert isinstance(other.get_submodule(f"{LAYER}.mlp.up_proj"), NVFP4Linear)
     for name, value in model.state_dict().items():
-        if name.endswith("global_scale"):  # 1 / (1 / g) may differ from g in the last place
-            torch.testing.assert_close(other.state_dict()[name], value, rtol=2e-7, atol=0)
-        else:
-            assert torch.equal(other.state_dict()[name].float(), value.float()), name
-    torch.testing.assert_close(other(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-5)
+        assert torch.equal(other.state_dict()[name].float(), value.float()), name
+    assert torch.equal(other(IDS).logits, model(IDS).logits)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["model_type"] == "llama" and config["quantization_config"]["ignore"] == ["lm_head"]
+    assert (config["architectures"], config["dtype"]) == (["LlamaForCausalLM"], "float32")
     if layout == "modelopt":
         described = json.loads((tmp_path / "hf_quant_config.json").read_text())["quantization"]
         assert described["quant_algo"] == "W4A16_NVFP4" and described["exclude_modules"] == ["lm_head"]
@@ -96,8 +93,6 @@ def test_fp8_checkpoints_are_compressed_tensors_own(tmp_path: pathlib.Path) -> N
     theirs = compressor.decompress(local, config.config_groups["group_0"])["weight"]
     torch.testing.assert_close(theirs.float(), model.get_submodule(name).dequantize(), rtol=1e-2, atol=1e-6)
     torch.testing.assert_close(load_checkpoint(llama(), tmp_path)(IDS).logits, model(IDS).logits)
-    with pytest.raises(ValueError, match="stored by layout='compressed-tensors'"):
-        save_checkpoint(model, tmp_path / "other", "modelopt")
 
 
 def test_fp8_inputs_are_stored_as_compressed_tensors_says_and_come_back(tmp_path: pathlib.Path) -> None:
@@ -120,74 +115,8 @@ def test_fp8_inputs_are_stored_as_compressed_tensors_says_and_come_back(tmp_path
     with pytest.raises(ValueError, match="activations='int8' with fp8 weights; expected one of: None, 'fp8'"):
         load_checkpoint(llama(), tmp_path / "token", activations="int8")
     model.get_submodule(name).use_activations("fp8", torch.tensor(1.0))
-    with pytest.raises(ValueError, match="q_proj: inputs e4m3, static scale; .*pack all layers alike"):
+    with pytest.raises(ValueError, match="q_proj: FP8, inputs e4m3, static scale; .*pack them alike"):
         save_checkpoint(model, tmp_path / "mixed")
-
-
-def test_ggufs_reader_and_dequantizer_give_our_weights(tmp_path: pathlib.Path) -> None:
-    import gguf
-
-    model = packed_llama()
-    save_checkpoint(model, tmp_path, "gguf")
-    reader = gguf.GGUFReader(tmp_path / "model.gguf")
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
-    assert reader.fields["llama.block_count"].contents() == 1
-    assert reader.fields["llama.attention.head_count"].contents() == 4
-    assert reader.fields["tokenizer.ggml.model"].contents() == "no_vocab"  # llama.cpp refuses a file that says nothing
-    down = tensors["blk.0.ffn_down.weight"]
-    assert down.tensor_type == gguf.GGMLQuantizationType.NVFP4
-    weight = model.get_submodule(f"{LAYER}.mlp.down_proj").nvfp4
-    unscaled = gguf.quants.dequantize(down.data, down.tensor_type)
-    assert np.array_equal(tensors["blk.0.ffn_down.scale"].data, [weight.global_scale.item()])
-    assert torch.equal(torch.from_numpy(unscaled) * weight.global_scale, weight.dequantize())
-    # Of q and k the rows are in the order of llama.cpp's rotary embedding.
-    q = gguf.quants.dequantize(tensors["blk.0.attn_q.weight"].data, down.tensor_type)
-    ours = model.get_submodule(f"{LAYER}.self_attn.q_proj").nvfp4
-    order = torch.arange(64).view(4, 2, 8).transpose(1, 2).reshape(-1)
-    assert torch.equal(torch.from_numpy(q.copy()) * ours.global_scale, ours.dequantize()[order])
-    norm = tensors["blk.0.attn_norm.weight"].data
-    assert np.array_equal(norm, model.model.layers[0].input_layernorm.weight.detach().numpy())
-    assert reader.fields["llama.attention.key_length"].contents() == 16
-    odd = nn.Sequential(nn.Linear(48, 16))
-    pack(odd, progress=False)
-    with pytest.raises(ValueError, match="K a multiple of 64"):
-        save_checkpoint(odd, tmp_path / "odd", "gguf")
-
-
-def test_gguf_has_the_rows_of_q_and_k_in_order_where_they_are_not_packed_too(tmp_path: pathlib.Path) -> None:
-    import gguf
-
-    model = llama(attention_bias=True)
-    nn.init.normal_(model.get_submodule(f"{LAYER}.self_attn.k_proj").bias)
-    pack(model, exclude=("*.q_proj",), progress=False)
-    save_checkpoint(model, tmp_path, "gguf")
-    tensors = {tensor.name: tensor.data for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
-    attention = model.get_submodule(f"{LAYER}.self_attn")
-    for ours, theirs, heads in [(attention.q_proj.weight, "q.weight", 4), (attention.k_proj.bias, "k.bias", 2)]:
-        order = torch.arange(16 * heads).view(heads, 2, 8).transpose(1, 2).reshape(-1)
-        assert np.array_equal(tensors[f"blk.0.attn_{theirs}"], ours.detach()[order].numpy())
-
-
-def test_gguf_warns_of_a_rotary_embedding_that_it_does_not_say(tmp_path: pathlib.Path) -> None:
-    factors = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
-    model = llama(rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **factors})
-    pack(model, progress=False)
-    with pytest.warns(UserWarning, match="scales its rotary embedding .rope_type 'llama3'"):
-        save_checkpoint(model, tmp_path, "gguf")
-
-
-def test_gguf_of_a_gpt2_has_the_sizes_that_its_config_calls_otherwise_and_warns(tmp_path: pathlib.Path) -> None:
-    import gguf
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    model = GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=1, n_head=4, vocab_size=32, n_positions=48))
-    pack(model, progress=False)
-    with pytest.warns(UserWarning, match="a gpt2 model.*may ignore the global scales"):
-        save_checkpoint(model, tmp_path, "gguf")
-    fields = gguf.GGUFReader(tmp_path / "model.gguf").fields
-    sizes = {name: fields[f"gpt2.{name}"].contents() for name in ("context_length", "embedding_length", "block_count")}
-    assert sizes == {"context_length": 48, "embedding_length": 64, "block_count": 1}
-    assert fields["gpt2.feed_forward_length"].contents() == 256
 
 
 def test_layers_that_servers_fuse_share_a_global_scale_even_if_packed_apart(tmp_path: pathlib.Path) -> None:
@@ -266,12 +195,12 @@ def test_a_checkpoint_that_is_written_over_another_leaves_nothing_of_it(tmp_path
     save_checkpoint(old, tmp_path, "modelopt", shard_bytes=20_000)
     (tmp_path / "model_card.safetensors").write_bytes(b"")  # somebody else's, neither removed nor read
     save_checkpoint(new, tmp_path)
-    files = {"config.json", "model.safetensors", "model_card.safetensors"}
+    files = {"config.json", "generation_config.json", "model.safetensors", "model_card.safetensors"}
     assert {file.name for file in tmp_path.iterdir()} == files
     torch.testing.assert_close(load_checkpoint(llama(), tmp_path)(IDS).logits, new(IDS).logits, rtol=1e-4, atol=1e-5)
-    half = packed_llama(exclude=("*.mlp",))
+    half = packed_llama(exclude=("*.q_proj",))
     pack(half, "fp8", progress=False)
-    with pytest.raises(ValueError, match="NVFP4 and FP8 layers"):
+    with pytest.raises(ValueError, match="one layer of .*q_proj: FP8, exact inputs; .*v_proj: NVFP4"):
         save_checkpoint(half, tmp_path)
     load_checkpoint(llama(), tmp_path)  # as it was
 

@@ -1,0 +1,75 @@
+"""What ``config.json`` says about packed weights: which layers are stored how, and which are not packed.
+
+    compressed-tensors   "config_groups": one group for each way of storing, and "ignore"
+    modelopt             "quant_algo", or MIXED_PRECISION and "quantized_layers" where there are several; the same again
+                         in hf_quant_config.json, by which servers know these checkpoints
+
+A single group names its layers by their class, "Linear". Several groups name layers one by one, because a server asks
+for the class of a fused layer (qkv_proj) before it asks for the names of its parts. Experts are named by a pattern.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any, Sequence
+
+from .layouts import Layout
+
+PRODUCER = {"producer": {"name": "fp8_compile"}}
+
+
+@dataclasses.dataclass
+class Group:
+    """Layers of a checkpoint that are stored in the same way."""
+
+    layout: Layout[Any]
+    static_inputs: bool | None
+    layers: list[str] = dataclasses.field(default_factory=list)
+    experts: list[str] = dataclasses.field(default_factory=list)  # modules that hold one matrix per expert and role
+
+    @property
+    def scheme(self) -> dict[str, Any]:
+        return self.layout.scheme(self.static_inputs)
+
+
+def quantization_config(
+    groups: Sequence[Group], ignore: Sequence[str], ignored_experts: Sequence[str] = ()
+) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """The object for ``config.json``, and other JSON files by name. ``ignored_experts`` are modules whose experts are
+    not packed."""
+    if groups[0].layout.name == "modelopt":
+        return _modelopt(groups, [*ignore, *ignored_experts])
+    return _compressed_tensors(groups, [*ignore, *map(every_expert, ignored_experts)]), {}
+
+
+def every_expert(module: str) -> str:
+    """A target of compressed-tensors for all matrices of a module's experts, whatever a model calls them: servers ask
+    for gate_proj also where the checkpoint has w1."""
+    return rf"re:{re.escape(module)}\.\d+\.\w+$"
+
+
+def _compressed_tensors(groups: Sequence[Group], ignore: list[str]) -> dict[str, Any]:
+    described = {}
+    for number, group in enumerate(groups):
+        named = [*group.layers, *map(every_expert, group.experts)]
+        described[f"group_{number}"] = {"targets": ["Linear"] if len(groups) == 1 else named, **group.scheme}
+    stored = {group.scheme["format"] for group in groups}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": stored.pop() if len(stored) == 1 else "mixed-precision",
+        "quantization_status": "compressed",
+        "config_groups": described,
+        "ignore": ignore,
+        "kv_cache_scheme": None,
+    }
+
+
+def _modelopt(groups: Sequence[Group], ignore: list[str]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    said: dict[str, Any] = groups[0].scheme
+    if len({group.scheme["quant_algo"] for group in groups}) > 1:
+        layers = {name: group.scheme for group in groups for name in [*group.layers, *group.experts]}
+        said = {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    config = {"quant_method": "modelopt", **said, "kv_cache_scheme": None, "ignore": ignore, **PRODUCER}
+    quantization = {**said, "kv_cache_quant_algo": None, "exclude_modules": ignore}
+    return config, {"hf_quant_config.json": {**PRODUCER, "quantization": quantization}}

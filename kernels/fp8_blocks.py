@@ -1,0 +1,66 @@
+"""Weights in FP8 by blocks, as DeepSeek and Qwen publish theirs: E4M3, one scale per 128 x 128 block.
+
+    scale = amax(block) / 448, 1 for a block of zeros;   q = e4m3(w / scale);   w = q * scale
+
+codes: e4m3 [N, K]; scales: fp32 [ceil(N / 128), ceil(K / 128)]; blocks at the edges are smaller. A stack of matrices
+has one more dimension in front.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .define_op import define
+from .formats import E4M3
+
+BLOCK = 128
+
+
+class FP8Blocks(NamedTuple):
+    """An [N, K] matrix in FP8 by blocks."""
+
+    codes: Tensor
+    scales: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.codes.shape[0], self.codes.shape[1]
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        return dequantize(self.codes, self.scales, dtype)
+
+    def to(self, device: torch.device | str) -> FP8Blocks:
+        return FP8Blocks(self.codes.to(device), self.scales.to(device))
+
+
+def quantize(w: Tensor, name: str = "weight") -> FP8Blocks:
+    """Codes and scales of an [N, K] matrix."""
+    wide = w.detach().to(torch.float32)
+    n, k = wide.shape
+    whole = F.pad(wide, (0, -k % BLOCK, 0, -n % BLOCK))
+    amax = whole.view(-(-n // BLOCK), BLOCK, -(-k // BLOCK), BLOCK).abs().amax((1, 3))
+    if not amax.isfinite().all():
+        raise ValueError(f"{name}: weights are Inf or NaN, expected finite ones; repair them, or exclude the layer")
+    scales = torch.where(amax == 0, 1.0, (amax / E4M3.max).clamp(min=torch.finfo(torch.float32).tiny))
+    return FP8Blocks((wide / _spread(scales, n, k)).clamp_(-E4M3.max, E4M3.max).to(E4M3.dtype), scales)
+
+
+def dequantize(codes: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    return (codes.to(torch.float32) * _spread(scales, codes.shape[-2], codes.shape[-1])).to(dtype)
+
+
+def _spread(scales: Tensor, n: int, k: int) -> Tensor:
+    """The scale of every weight."""
+    rows = scales.repeat_interleave(BLOCK, -2)[..., :n, :]
+    return rows.repeat_interleave(BLOCK, -1)[..., :k]
+
+
+dequantize_op = define(
+    "fp8_blocks_dequantize(Tensor codes, Tensor scales, ScalarType dtype) -> Tensor",
+    dequantize,
+    lambda codes, scales, dtype: codes.new_empty(codes.shape, dtype=dtype),
+)
