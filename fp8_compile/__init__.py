@@ -12,10 +12,18 @@ from .torch_internals import onednn as _onednn
 _onednn.guard()  # before anything that could multiply matrices
 
 # Operations that an exported program may have: it can be loaded once they are known.
+from .import_hooks import when_imported as _when_imported  # noqa: E402
 from .kernels import fp8_inputs as _fp8_inputs  # noqa: E402, F401
 from .kernels import fp8_weight as _fp8_weight  # noqa: E402, F401
 from .kernels.cpu import scaled_mm as _scaled_mm  # noqa: E402, F401
 from .kernels.nvfp4 import ops as _ops  # noqa: E402, F401
+
+
+def _register_adapters() -> None:
+    importlib.import_module(".packing.adapters", __name__).register()
+
+
+_when_imported("peft", _register_adapters)
 
 if TYPE_CHECKING:
     from .aot_package.export import export
@@ -25,13 +33,16 @@ if TYPE_CHECKING:
     from .config import Config
     from .kernels.nvfp4.quantize import quantize_nvfp4
     from .kernels.nvfp4.weight import NVFP4Weight
+    from .packing.adapters import merge_adapters
     from .packing.calibrate import calibrate
     from .packing.calibration import Calibration
     from .packing.checkpoints.folder import pack_folder
+    from .packing.checkpoints.pretrained import PackConfig
     from .packing.checkpoints.save_and_load import load_checkpoint, save_checkpoint
     from .packing.pack import pack
     from .packing.pack_report import PackReport
     from .packing.packed_linear import PackedLinear
+    from .packing.update import update_packed
     from .report import Report
     from .scaling.find_state import scaling_state
     from .scaling.frozen_scales import freeze_scales
@@ -49,6 +60,7 @@ __all__ = [
     "LossScaler",
     "MasterWeights",
     "NVFP4Weight",
+    "PackConfig",
     "PackReport",
     "PackedLinear",
     "Report",
@@ -62,11 +74,13 @@ __all__ = [
     "freeze_scales",
     "load",
     "load_checkpoint",
+    "merge_adapters",
     "pack",
     "pack_folder",
     "quantize_nvfp4",
     "save_checkpoint",
     "scaling_state",
+    "update_packed",
 ]
 __version__ = "0.2.0"
 
@@ -78,6 +92,7 @@ _HOMES = {
     "LossScaler": "training.loss_scaler",
     "MasterWeights": "training.master_weights",
     "NVFP4Weight": "kernels.nvfp4.weight",
+    "PackConfig": "packing.checkpoints.pretrained",
     "PackReport": "packing.pack_report",
     "PackedLinear": "packing.packed_linear",
     "Report": "report",
@@ -91,11 +106,13 @@ _HOMES = {
     "freeze_scales": "scaling.frozen_scales",
     "load": "aot_package.load",
     "load_checkpoint": "packing.checkpoints.save_and_load",
+    "merge_adapters": "packing.adapters",
     "pack": "packing.pack",
     "pack_folder": "packing.checkpoints.folder",
     "quantize_nvfp4": "kernels.nvfp4.quantize",
     "save_checkpoint": "packing.checkpoints.save_and_load",
     "scaling_state": "scaling.find_state",
+    "update_packed": "packing.update",
 }
 
 

@@ -3,6 +3,7 @@
     nvfp4_dequantize_experts(codes, block_scales, global_scale, columns, dtype, layout, which)   -> w [E, N, K]
     nvfp4_experts_mm(x, codes, block_scales, global_scale, which, rows, layout)                  -> [M, N]
     fp8_dequantize_experts(codes, scales, dtype, which), fp8_experts_mm(x, codes, scales, which, rows)
+    nvfp4_experts_mm_grad(grad, ..., which, rows, columns, layout), fp8_experts_mm_grad(...)     -> x's gradient, [M, K]
 
 The product's rows: "grouped", sorted by expert, ``which`` int [E] says where each expert's rows end (rows after the
 last end are zeros); "gathered", ``which`` int [M] is the expert of each row. Dequantizing with a ``which`` of any shape
@@ -85,6 +86,31 @@ def fp8_mm(x: Tensor, codes: Tensor, scales: Tensor, which: Tensor, rows: str) -
     return reference(x, lambda e: _fp8_dequantize(codes, scales, x.dtype, e), codes.shape[:2], which, rows)
 
 
+def nvfp4_mm_grad(
+    grad: Tensor,
+    codes: Tensor,
+    block_scales: Tensor,
+    global_scale: Tensor,
+    which: Tensor,
+    rows: str,
+    columns: int,
+    layout: str,
+) -> Tensor:
+    """``nvfp4_experts_mm_grad`` in plain PyTorch."""
+    check_value("nvfp4_experts_mm_grad", "layout", layout, nvfp4.LAYOUTS)
+    check_value("nvfp4_experts_mm_grad", "rows", rows, ROWS)
+    stack = codes, block_scales, global_scale, columns, grad.dtype, layout
+    sizes = codes.shape[0], columns
+    return reference(grad, lambda expert: _nvfp4_dequantize(*stack, expert).t(), sizes, which, rows)
+
+
+def fp8_mm_grad(grad: Tensor, codes: Tensor, scales: Tensor, which: Tensor, rows: str) -> Tensor:
+    """``fp8_experts_mm_grad`` in plain PyTorch."""
+    check_value("fp8_experts_mm_grad", "rows", rows, ROWS)
+    sizes = codes.shape[0], codes.shape[2]
+    return reference(grad, lambda e: _fp8_dequantize(codes, scales, grad.dtype, e).t(), sizes, which, rows)
+
+
 def reference(
     x: Tensor, weight: Callable[[Tensor], Tensor], sizes: tuple[int, ...], which: Tensor, rows: str
 ) -> Tensor:
@@ -133,4 +159,19 @@ fp8_mm_op = define(
     fp8_mm,
     lambda x, codes, scales, which, rows: x.new_empty((x.shape[0], codes.shape[1])),
     cpu="fp8_compile.kernels.cpu.experts:fp8_mm",
+)
+nvfp4_mm_grad_op = define(
+    "nvfp4_experts_mm_grad(Tensor grad, Tensor codes, Tensor block_scales, Tensor global_scale, Tensor which,"
+    " str rows, int columns, str layout) -> Tensor",
+    nvfp4_mm_grad,
+    lambda grad, codes, block_scales, global_scale, which, rows, columns, layout: grad.new_empty(
+        (grad.shape[0], columns)
+    ),
+    cpu="fp8_compile.kernels.cpu.experts:nvfp4_mm_grad",
+)
+fp8_mm_grad_op = define(
+    "fp8_experts_mm_grad(Tensor grad, Tensor codes, Tensor scales, Tensor which, str rows) -> Tensor",
+    fp8_mm_grad,
+    lambda grad, codes, scales, which, rows: grad.new_empty((grad.shape[0], codes.shape[2])),
+    cpu="fp8_compile.kernels.cpu.experts:fp8_mm_grad",
 )

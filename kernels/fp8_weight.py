@@ -1,6 +1,7 @@
 """Weights in FP8: E4M3, one scale per row.
 
     scale = amax(row) / 448, 1 for a row of zeros;   q = e4m3(w / scale);   y = (x q^T) * scale + bias
+    the gradient of x, of y's:                                             (grad * scale) q
 
 codes: e4m3 [N, K]; scales: fp32 [N]. The operations are those of ``kernels/nvfp4/ops.py``, for this format.
 """
@@ -53,6 +54,11 @@ def product(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Te
     return (y if bias is None else y + bias).to(x.dtype)
 
 
+def gradient(grad: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+    """The gradient of x; scales vary along the sum and multiply grad, rounded to its dtype."""
+    return (grad * scales).to(grad.dtype) @ codes.to(grad.dtype)
+
+
 dequantize_op = define(
     "fp8_dequantize(Tensor codes, Tensor scales, ScalarType dtype) -> Tensor",
     dequantize,
@@ -63,4 +69,11 @@ mm_op = define(
     product,
     lambda x, codes, scales, bias: x.new_empty((x.shape[0], codes.shape[0])),
     cpu="fp8_compile.kernels.cpu.fp8_weight:product",
+)
+mm_grad_op = define(
+    "fp8_mm_grad(Tensor grad, Tensor codes, Tensor scales) -> Tensor",
+    gradient,
+    lambda grad, codes, scales: grad.new_empty((grad.shape[0], codes.shape[1])),
+    cpu="fp8_compile.kernels.cpu.fp8_weight:gradient",
+    cuda="fp8_compile.kernels.gpu.fp8_weight_grad:gradient",
 )

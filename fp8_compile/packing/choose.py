@@ -8,6 +8,7 @@ from torch import nn
 
 from fp8_compile.selection import Selection
 
+from .adapters import reasons_against
 from .expert_stacks import ExpertStack, expert_stacks
 from .linear_layers import is_linear, linear_layers, reason_against_packing, weight_of
 from .pack_report import PackRow
@@ -26,10 +27,11 @@ def choose_weights(
     selection.check(
         [name for name, _ in [*root.named_modules(), *root.named_parameters(remove_duplicate=False)] if name]
     )
-    owners = _owners(root)
+    owners, adapters = _owners(root), reasons_against(root)
     chosen, stacks, skipped = {}, {}, []
     for name, layer in linear_layers(root).items():
-        reason = selection.reason_against(name, (f"{name}.weight",)) or reason_against_packing(layer)
+        reason = adapters.get(name) or selection.reason_against(name, (f"{name}.weight",))
+        reason = reason or reason_against_packing(layer)
         if reason is None:
             others = [other for other, module in owners[id(layer.weight)] if type(module) is not type(layer)]
             reason = f"its weight is tied to {others[0]}" if others else None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from typing import Any, Sequence
 
 from torch import nn
 
+from .adapters import adopt
 from .calibration import Calibration
 from .choose import choose_weights
 from .formats import FORMATS, Settings
@@ -46,7 +48,7 @@ def pack(
     """
     root = unwrapped(model)
     calibrated = calibration is not None
-    settings = _settings(format, method, activations, calibrated, block_size, options)
+    settings = settings_of(format, method, activations, calibrated, block_size, options)
     chosen, stacks, skipped = choose_weights(root, include, exclude)
     if not chosen and not stacks:
         raise ValueError(
@@ -58,12 +60,18 @@ def pack(
         packer.pack_calibrated(calibration, sequential, progress)
     else:
         packer.pack_all(calibration, progress)
+    if hasattr(root, "save_pretrained") and hasattr(root, "base_model_prefix"):  # a model of transformers
+        with contextlib.suppress(ImportError):  # of a release without quantizers of other packages
+            from .checkpoints.pretrained import let_it_save
+
+            let_it_save(root)
+    adopt(root)
     report = PackReport(tuple([*packer.rows, *skipped]))
     log.info("%s", report.summary())
     return report
 
 
-def _settings(
+def settings_of(
     format: str,
     method: str | None,
     activations: str | None,

@@ -20,10 +20,12 @@ from fp8_compile.kernels.fp8_weight import FP8Weight
 from fp8_compile.kernels.nvfp4 import ops
 from fp8_compile.kernels.nvfp4.weight import NVFP4Weight
 
+from .linear_layers import is_conv1d
 from .packed_weight import Matrix, NVFP4Parts, PackedWeight
+from .uncompiled_product import autocast, product
 
 # What a layer has beside its buffers, where its format knows it.
-FIELDS = ("in_features", "out_features", "dtype", "activations", "layout", "block_size")
+FIELDS = ("in_features", "out_features", "dtype", "activations", "layout", "block_size", "transposed")
 
 
 class PackedLinear(PackedWeight):
@@ -33,6 +35,7 @@ class PackedLinear(PackedWeight):
     out_features: int
     bias: nn.Parameter | None
     activations: str | None = None
+    transposed: bool = False  # True if the weight was [K, N] before it was packed: Conv1D
 
     @classmethod
     def convert(
@@ -90,6 +93,17 @@ class PackedLinear(PackedWeight):
                 setattr(layer, field, getattr(self, field))
         return cast(PackedLinear, layer)
 
+    def multiply(self, rows: Tensor) -> Tensor:
+        """rows [M, K] times the transposed weight, from its packed form, with a gradient."""
+        raise NotImplementedError
+
+    def _times_weight(self, rows: Tensor) -> Tensor:
+        """``rows @ weight.T + bias``. Under a compiler it is written out: what becomes of it is up to the passes."""
+        if torch.compiler.is_compiling():
+            return F.linear(rows, self.dequantize(rows.dtype), self.bias)
+        y = self.multiply(autocast(rows))
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
     def extra_repr(self) -> str:
         bias = self.bias is not None
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}"
@@ -117,8 +131,10 @@ class NVFP4Linear(NVFP4Parts, PackedLinear):
         input_scale: Tensor | None = None,
     ) -> None:
         assert input_scale is None
+        transposed = is_conv1d(layer)
         layer.__class__ = cls
         assert isinstance(layer, NVFP4Linear)
+        layer.transposed = transposed
         layer.activations, layer.layout, layer.block_size = activations, ops.STANDARD, weight.block_size
         parts = {"codes": weight.codes, "block_scales": weight.block_scales, "global_scale": weight.global_scale}
         layer._become(weight.columns, weight.codes.shape[0], dtype, parts)
@@ -137,7 +153,16 @@ class NVFP4Linear(NVFP4Parts, PackedLinear):
         rows = input.reshape(-1, self.in_features)  # of a view in 3D F.linear makes a batched product
         if self.activations is not None:
             rows = ops.round_activations_op(rows, self.activations)
-        return F.linear(rows, self.dequantize(input.dtype), self.bias).view(*input.shape[:-1], self.out_features)
+        return self._times_weight(rows).view(*input.shape[:-1], self.out_features)
+
+    def multiply(self, rows: Tensor) -> Tensor:
+        columns, layout = self.in_features, self.layout
+        return product(
+            rows,
+            lambda x, *parts: ops.mm_op(x, *parts, None, None, layout),
+            lambda grad, *parts: ops.mm_grad_op(grad, *parts, columns, layout),
+            *(self.codes, self.block_scales, self.global_scale),
+        )
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         parts = self.codes, self.block_scales, self.global_scale
@@ -168,8 +193,10 @@ class FP8Linear(PackedLinear):
         activations: str | None,
         input_scale: Tensor | None = None,
     ) -> None:
+        transposed = is_conv1d(layer)
         layer.__class__ = cls
         assert isinstance(layer, FP8Linear)
+        layer.transposed = transposed
         n, k = weight.shape
         layer._become(k, n, dtype, {"codes": weight.codes, "scales": weight.scales})
         layer.use_activations(activations, input_scale)
@@ -196,7 +223,11 @@ class FP8Linear(PackedLinear):
         rows = input.reshape(-1, self.in_features)
         if self.activations is not None:
             rows = round_inputs_op(rows, self.input_scale)
-        return F.linear(rows, self.dequantize(input.dtype), self.bias).view(*input.shape[:-1], self.out_features)
+        return self._times_weight(rows).view(*input.shape[:-1], self.out_features)
+
+    def multiply(self, rows: Tensor) -> Tensor:
+        parts = self.codes, self.scales
+        return product(rows, lambda x, *parts: fp8_weight.mm_op(x, *parts, None), fp8_weight.mm_grad_op, *parts)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         return fp8_weight.dequantize_op(self.codes, self.scales, dtype)

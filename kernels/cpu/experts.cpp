@@ -5,6 +5,8 @@
 //   which           grouped: int64 [experts], where the rows of each expert end, in order; rows after the last end are 0
 //                   otherwise: int64 [m], the expert of each row
 //
+// The gradients of x are the same, grad[row] w[expert of the row]: rows of grad are grouped as those of x were.
+//
 // The result says whether `which` was sound: 0, or 1 where it names experts or rows that there are none of.
 
 #include <algorithm>
@@ -99,5 +101,29 @@ extern "C" int fp8_experts(
                    [&](const char* from, int64_t count, int64_t bytes, int64_t expert, char* to) {
     fp8_weight_mm(from, count, k, bytes / size, dtype, codes + expert * n * k, scales + expert * n, n, nullptr, to,
                   count * n * k >= fp8::FP8_WEIGHT_LEAST_PARALLEL ? threads : 1);
+  });
+}
+
+extern "C" int nvfp4_experts_grad_input(
+    const void* grad, int64_t m, int64_t n, int64_t stride, int dtype, const uint8_t* codes, const uint8_t* scales,
+    const float* global_scales, int64_t experts, int64_t k, int64_t padded_k, const int64_t* which, int in_groups,
+    void* out, int threads) {
+  const int64_t size = dtype == fp8::FP32 ? 4 : 2;
+  return by_expert(rows_of(grad, m, n, stride, dtype, k, out), experts, which, in_groups,
+                   [&](const char* from, int64_t count, int64_t bytes, int64_t expert, char* to) {
+    const int64_t useful = std::min<int64_t>(threads, 1 + count * n * k / fp8::NVFP4_LEAST_PARALLEL);
+    nvfp4_grad_input(from, count, n, bytes / size, dtype, codes + expert * n * padded_k / 2,
+                     scales + expert * n * padded_k / 16, k, padded_k, global_scales[expert], to, int(useful));
+  });
+}
+
+extern "C" int fp8_experts_grad_input(
+    const void* grad, int64_t m, int64_t n, int64_t stride, int dtype, const uint8_t* codes, const float* scales,
+    int64_t experts, int64_t k, const int64_t* which, int in_groups, void* out, int threads) {
+  const int64_t size = dtype == fp8::FP32 ? 4 : 2;
+  return by_expert(rows_of(grad, m, n, stride, dtype, k, out), experts, which, in_groups,
+                   [&](const char* from, int64_t count, int64_t bytes, int64_t expert, char* to) {
+    fp8_weight_grad_input(from, count, n, bytes / size, dtype, codes + expert * n * k, scales + expert * n, k, to,
+                          count * n * k >= fp8::FP8_WEIGHT_LEAST_PARALLEL ? threads : 1);
   });
 }

@@ -2,6 +2,9 @@
 //
 //   y[m, n] = (sum_k x[m, k] * w[n, k]) * scale[n] + bias[n]      w: E4M3 [N, K], row-major
 //
+//   out[m, k] = sum_n (grad[m, n] * scale[n]) * w[n, k]           the gradient of x
+//
+// In the gradient scales vary along the sum: they multiply grad while it is packed, which rounds once where panels are bf16.
 // A bf16 number times an FP8 one is exact in FP32: bf16 rows go through the bf16 instructions where there are any.
 
 #include <algorithm>
@@ -53,6 +56,36 @@ struct PackRows {
   }
 };
 
+// Rows whose columns have a scale each.
+template <class Micro>
+struct PackScaledRows {
+  const Rows& rows;
+  const float* scales;
+
+  void pack(int64_t row, int64_t count_rows, int64_t k, int64_t count, typename Micro::Element* to) const {
+    constexpr int64_t ROWS = Micro::ROWS, STEP = Micro::STEP;
+    for (int64_t at = 0; at < count; at += STEP)
+      for (int64_t r = 0; r < ROWS; ++r, to += STEP) {
+        const int64_t there = r < count_rows ? std::min(STEP, count - at) : 0;
+        float scaled[STEP];
+        if (there) rows.read(row + r, k + at, there, scaled);
+        for (int64_t i = 0; i < there; ++i) put(scaled[i] * scales[k + at + i], to + i);
+        std::fill(to + there, to + STEP, typename Micro::Element(0));
+      }
+  }
+
+ private:
+  static void put(float value, float* to) { *to = value; }
+  static void put(float value, uint16_t* to) { *to = BFloat16::store(value); }
+};
+
+template <class Micro, class Decode>
+void multiply_by_rows(int64_t m, int64_t k, int64_t n, const PackScaledRows<Micro>& left, const uint8_t* codes,
+                      const Finish<Micro>& finish, int threads) {
+  const PackRight<Micro, Decode> right{Values::of(false), codes, k, 1};
+  Gemm<Micro, PackScaledRows<Micro>, PackRight<Micro, Decode>, Finish<Micro>>(m, k, n, left, right, finish).run(threads);
+}
+
 template <class Micro, class Step>
 void multiply(int64_t m, int64_t n, int64_t k, const Rows& x, const uint8_t* codes, const Finish<Micro>& finish, int threads) {
   using Few = Dots<Step, Micro, Finish<Micro>>;
@@ -85,4 +118,18 @@ extern "C" void fp8_weight_mm(const void* x, int64_t m, int64_t k, int64_t strid
   }
 #endif
   multiply<MicroFp32, DotFp32>(m, n, k, rows, codes, {0, left, right, bias, y, dtype, n, false}, threads);
+}
+
+extern "C" void fp8_weight_grad_input(const void* grad, int64_t m, int64_t n, int64_t stride, int dtype, const uint8_t* codes,
+                                      const float* scales, int64_t k, void* out, int threads) {
+  static const float one = 1.0f;
+  const Rows rows{grad, dtype, stride};
+  const Scales plain{&one, 0, 0, 1};
+#if defined(HAS_BF16_MICRO) && defined(__AVX512BF16__)
+  if (dtype == BF16) {
+    multiply_by_rows<Bf16Micro, DecodeToBf16>(m, k, n, {rows, scales}, codes, {0, plain, plain, nullptr, out, dtype, k, false}, threads);
+    return;
+  }
+#endif
+  multiply_by_rows<MicroFp32, DecodeToFp32>(m, k, n, {rows, scales}, codes, {0, plain, plain, nullptr, out, dtype, k, false}, threads);
 }

@@ -17,3 +17,11 @@ def product(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Te
     if bias is not None:
         check("fp8_mm", "bias", bias, FLOATS, codes.shape[:1])
     return fp8_weight.product(x, codes, scales, bias)
+
+
+def gradient(grad: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+    """grad [M, N], codes e4m3 [N, K], scales fp32 [N] -> [M, K] in grad's dtype."""
+    check("fp8_mm_grad", "grad", grad, FLOATS, (ANY, ANY))
+    check("fp8_mm_grad", "codes", codes, BY_DTYPE, (grad.shape[1], ANY))
+    check("fp8_mm_grad", "scales", scales, FP32, codes.shape[:1])
+    return fp8_weight.gradient(grad, codes, scales)

@@ -42,6 +42,19 @@ def product(
     return reference(x, codes, block_scales, global_scale, bias, activations).to(x.dtype)
 
 
+def gradient(
+    grad: Tensor, codes: Tensor, block_scales: Tensor, global_scale: Tensor, columns: int, layout: str
+) -> Tensor:
+    """``nvfp4_mm_grad`` on a CPU without C++."""
+    op = "nvfp4_mm_grad"
+    check_value(op, "layout", layout, ops.LAYOUTS)
+    if layout == ops.INTERLEAVED and grad.dtype != torch.float64:
+        check(op, "grad", grad, DTYPES, (ANY, ANY))
+        check_grad_weight(op, grad, codes, block_scales, columns, (grad.shape[1], ANY))
+        check(op, "global_scale", global_scale, FLOATS, *ONE)
+    return ops.reference_grad(grad, codes, block_scales, global_scale, columns, layout)
+
+
 def matmul(
     x: Tensor,
     codes: Tensor,
@@ -171,6 +184,20 @@ def check_weight(op: str, x: Tensor, codes: Tensor, block_scales: Tensor, dims: 
         raise RuntimeError(
             f"fp8_compile::{op}: codes: x [M, K] times an NVFP4 weight of codes [..., K/2]: expected one K, in the "
             f"weight padded to a multiple of {BLOCK}, got x {tuple(x.shape)} and codes {tuple(shape)}"
+        )
+    check(op, "block_scales", block_scales, (torch.float8_e4m3fn,), (*shape[:-1], shape[-1] // 8), contiguous=True)
+
+
+def check_grad_weight(
+    op: str, grad: Tensor, codes: Tensor, block_scales: Tensor, columns: int, dims: tuple[int, ...]
+) -> None:
+    """Raise an error unless grad [M, N] can be multiplied by the interleaved weight [N, columns], or a stack."""
+    check(op, "codes", codes, (torch.uint8,), dims, contiguous=True)
+    shape = codes.shape
+    if shape[-1] % 8 or not 0 <= 2 * shape[-1] - columns < BLOCK:
+        raise RuntimeError(
+            f"fp8_compile::{op}: columns: expected the K of a weight whose codes are [..., K/2], K padded to a multiple"
+            f" of {BLOCK}: codes are {tuple(shape)}, got {columns}"
         )
     check(op, "block_scales", block_scales, (torch.float8_e4m3fn,), (*shape[:-1], shape[-1] // 8), contiguous=True)
 

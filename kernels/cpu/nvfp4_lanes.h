@@ -5,6 +5,8 @@
 //   Pairs    16 x 2 x bf16                    only with AVX512_BF16
 //   Bytes    16 x 4 x uint8, 2 * e2m1 + 12    so that they are unsigned, as the instructions for int8 want one side
 //   Ints     16 x int32
+//
+// row_words: the other way round, 16 codes of one row, a lane is a k. Only the lowest four bits of a lane count.
 
 #pragma once
 
@@ -41,6 +43,11 @@ inline Floats fma(Floats a, Floats b, Floats c) { return {_mm512_fmadd_ps(a.v, b
 
 inline Words load_words(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
 inline Words next(Words w) { return {_mm512_srli_epi32(w.v, 4)}; }
+inline Words row_words(uint32_t first, uint32_t second) {
+  const __m512i shifts = _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28);
+  const __m512i both = _mm512_mask_set1_epi32(_mm512_set1_epi32(int32_t(first)), 0xff00, int32_t(second));
+  return {_mm512_srlv_epi32(both, shifts)};
+}
 inline Floats e2m1(Words w) { return {_mm512_permutexvar_ps(w.v, _mm512_loadu_ps(E2M1))}; }
 
 inline Floats e4m3(const uint8_t* p) {
@@ -125,6 +132,11 @@ inline Words load_words(const uint8_t* p) {
   return {{_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)(p + 32))}};
 }
 inline Words next(Words w) { return {{_mm256_srli_epi32(w.v[0], 4), _mm256_srli_epi32(w.v[1], 4)}}; }
+inline Words row_words(uint32_t first, uint32_t second) {
+  const __m256i shifts = _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28);
+  return {{_mm256_srlv_epi32(_mm256_set1_epi32(int32_t(first)), shifts),
+           _mm256_srlv_epi32(_mm256_set1_epi32(int32_t(second)), shifts)}};
+}
 inline __m256 e2m1(__m256i w) {  // the instruction looks at three bits, the fourth is the sign
   const __m256 magnitude = _mm256_permutevar8x32_ps(_mm256_loadu_ps(E2M1), w);
   const __m256i sign = _mm256_and_si256(_mm256_slli_epi32(w, 28), _mm256_set1_epi32(int32_t(0x80000000)));
@@ -182,6 +194,7 @@ inline Words load_words(const uint8_t* p) {  // little-endian, whatever the mach
   EACH_LANE(p[4 * i] | p[4 * i + 1] << 8 | p[4 * i + 2] << 16 | uint32_t(p[4 * i + 3]) << 24);
 }
 inline Words next(Words w) { Words out; EACH_LANE(w.v[i] >> 4); }
+inline Words row_words(uint32_t first, uint32_t second) { Words out; EACH_LANE((i < 8 ? first : second) >> 4 * (i % 8)); }
 inline Floats e2m1(Words w) { Floats out; EACH_LANE(E2M1[w.v[i] & 15]); }
 inline float e4m3(uint8_t b) {
   if ((b & 0x7f) == 0x7f) return __builtin_nanf("");

@@ -2,9 +2,13 @@
 //
 // bf16 activations go through AMX or AVX-512's bf16 dot products where there are any, with exact products: without its
 // global scale a weight has six significant bits. Others are multiplied in FP32.
+//
+// And the gradient of x, g w: the same gemm, in which w is not transposed. Its panels hold rows of w side by side instead of
+// columns, and its sums go along n.
 
 #include "best_micro.h"
 #include "gemm.h"
+#include "kernels.h"
 #include "nvfp4_call.h"
 #include "nvfp4_lanes.h"
 
@@ -82,6 +86,60 @@ struct PackW {
   }
 };
 
+// Rows of a block of w, from `row` of a group on: FP32 [n][COLS], or bf16 [n/2][COLS][2].
+inline Floats row_of(const uint8_t* codes, const float* scales, int row) {
+  uint32_t words[2];  // little-endian, as load_words reads them
+  for (int half = 0; half < 2; ++half) {
+    const uint8_t* at = codes + (half * LANES + row) * 4;
+    words[half] = at[0] | at[1] << 8 | at[2] << 16 | uint32_t(at[3]) << 24;
+  }
+  return e2m1(row_words(words[0], words[1])) * splat(scales[row]);
+}
+template <int64_t COLS>
+void decode_rows(const uint8_t* codes, const uint8_t* scales, float* to) {
+  alignas(64) float by[LANES];
+  store(by, e4m3(scales));
+  for (int row = 0; row < LANES; ++row, to += COLS) store(to, row_of(codes, by, row));
+}
+
+#if defined(HAS_BF16_MICRO)
+template <int64_t COLS>
+void decode_rows(const uint8_t* codes, const uint8_t* scales, uint16_t* to) {
+  alignas(64) float by[LANES];
+  store(by, e4m3(scales));
+  for (int row = 0; row < LANES; row += 2, to += 2 * COLS) store_pairs(to, row_of(codes, by, row), row_of(codes, by, row + 1));
+}
+#endif
+
+// w as it is: k of the gemm is n of the weight, columns are k of the weight.
+template <class Micro>
+struct PackRowsOfW {
+  using Element = typename Micro::Element;
+  static constexpr int64_t COLS = Micro::COLS, PER_GROUP = COLS * LANES;
+  const Nvfp4Groups& groups;
+
+  void pack(int64_t col, int64_t cols, int64_t n, int64_t count, Element* to) const {
+    for (int64_t at = 0; at < count; at += LANES, to += PER_GROUP) group((n + at) / LANES, col, cols, to);
+    const int64_t filled = ceil_div(count, LANES) * LANES;
+    if (filled % Micro::STEP) std::fill(to, to + COLS * (Micro::STEP - filled % Micro::STEP), Element(0));
+  }
+
+ private:
+  void group(int64_t group, int64_t col, int64_t cols, Element* to) const {
+    const int64_t block = col / NVFP4_BLOCK;
+    if constexpr (COLS < NVFP4_BLOCK) {
+      alignas(64) Element whole[LANES * NVFP4_BLOCK];
+      decode_rows<NVFP4_BLOCK>(groups.codes(group, block), groups.scales(group, block), whole);
+      for (int row = 0; row < LANES; ++row) std::memcpy(to + row * COLS, whole + row * NVFP4_BLOCK + col % NVFP4_BLOCK, COLS * sizeof *to);
+    } else {
+      if (cols <= COLS - NVFP4_BLOCK) std::fill(to, to + PER_GROUP, Element(0));  // a block is missing
+      constexpr int64_t ACROSS = sizeof(Element) == 2 ? 2 * NVFP4_BLOCK : NVFP4_BLOCK;
+      for (int64_t b = 0; b * NVFP4_BLOCK < cols; ++b)
+        decode_rows<COLS>(groups.codes(group, block + b), groups.scales(group, block + b), to + b * ACROSS);
+    }
+  }
+};
+
 template <class Micro>
 struct Finish {
   static constexpr int64_t tile = 0;
@@ -106,7 +164,33 @@ void multiply(const Nvfp4Call& call) {
       .run(call.threads);
 }
 
+// `call` has the gradient for x and its result for y; `weight` has the codes.
+template <class Micro>
+void multiply_by_rows(const Nvfp4Call& call, const Nvfp4Call& weight) {
+  const Nvfp4Groups groups(weight);
+  const PackX<Micro> x{call};
+  const PackRowsOfW<Micro> w{groups};
+  const Finish<Micro> finish{call};
+  Gemm<Micro, PackX<Micro>, PackRowsOfW<Micro>, Finish<Micro>>(call.m, call.n, call.k, x, w, finish).run(call.threads);
+}
+
 }  // namespace
+
+extern "C" void nvfp4_grad_input(
+    const void* grad, int64_t m, int64_t n, int64_t stride, int dtype, const void* codes, const void* scales, int64_t k,
+    int64_t padded_k, float global_scale, void* out, int threads) {
+  const auto* bytes = static_cast<const uint8_t*>(codes);
+  const auto* by = static_cast<const uint8_t*>(scales);
+  const int64_t blocks = padded_k / NVFP4_BLOCK;
+  const double scale = SCALE_UNIT * double(global_scale);
+  const Nvfp4Call call = {grad, m, n, stride, dtype, bytes, by, k, blocks, scale, nullptr, 0, out, threads};
+  const Nvfp4Call weight = {grad, m, k, stride, dtype, bytes, by, n, blocks, scale, nullptr, 0, out, threads};
+  if (m == 0 || k == 0) return;
+#if defined(HAS_BF16_MICRO)
+  if (dtype == BF16) return multiply_by_rows<Bf16Micro>(call, weight);
+#endif
+  multiply_by_rows<MicroFp32>(call, weight);
+}
 
 void fp8::nvfp4_prefill(const Nvfp4Call& call) {
 #if defined(HAS_BF16_MICRO)

@@ -15,6 +15,8 @@ from triton.runtime.jit import JITFunction
 
 from . import (
     ahead_of_time,
+    fp8_weight_grad,
+    nvfp4_grad,
     nvfp4_matmul,
     nvfp4_pack,
     quantize_blocks,
@@ -109,6 +111,24 @@ def _nvfp4_matmul(rows: int) -> Entry:
     return Entry(kernel, types, constants, num_warps, fp8_conversions=False)
 
 
+def _nvfp4_grad(rows: int) -> Entry:
+    types = {"grad_ptr": "*bf16", "codes_ptr": "*u8", "block_scales_ptr": "*fp8e4nv", "global_scale_ptr": "*fp32"}
+    types |= {"out_ptr": "*bf16"} | dict.fromkeys(("rows", "inner", "cols", "per_row", "row_stride"), "i32")
+    constants = {"TWICE": nvfp4_matmul.TWICE, **_gradient_blocks(rows)}
+    return Entry(nvfp4_grad.nvfp4_grad_kernel, types, constants, nvfp4_grad.NUM_WARPS, fp8_conversions=False)
+
+
+def _fp8_weight_grad(rows: int) -> Entry:
+    types = {"grad_ptr": "*bf16", "codes_ptr": "*fp8e4nv", "scales_ptr": "*fp32", "out_ptr": "*bf16"}
+    types |= dict.fromkeys(("rows", "inner", "cols", "row_stride"), "i32")
+    kernel, constants = fp8_weight_grad.fp8_weight_grad_kernel, _gradient_blocks(rows)
+    return Entry(kernel, types, constants, nvfp4_grad.NUM_WARPS, fp8_conversions=False)
+
+
+def _gradient_blocks(rows: int) -> dict[str, Any]:
+    return {"BLOCK_M": nvfp4_grad.tile(rows), "BLOCK_N": nvfp4_grad.BLOCK_N, "BLOCK_K": nvfp4_grad.WIDTH}
+
+
 def _update_scales() -> Entry:
     names = ("amaxes_ptr", "history_ptr", "scales_ptr", "counts_ptr", "room_ptr", "known_ptr")
     types = {name: "*i32" if name in ("counts_ptr", "room_ptr") else "*fp32" for name in names} | {"slots": "i32"}
@@ -140,4 +160,8 @@ PRODUCTS: dict[str, Callable[[], Entry]] = {
     "nvfp4_pack, swizzled": lambda: _nvfp4_pack(swizzled=True),
     "nvfp4_matmul, 1 row": lambda: _nvfp4_matmul(1),
     "nvfp4_matmul, 64 rows": lambda: _nvfp4_matmul(64),
+    "nvfp4_grad, 16 rows": lambda: _nvfp4_grad(16),
+    "nvfp4_grad, 64 rows": lambda: _nvfp4_grad(64),
+    "fp8_weight_grad, 16 rows": lambda: _fp8_weight_grad(16),
+    "fp8_weight_grad, 64 rows": lambda: _fp8_weight_grad(64),
 }

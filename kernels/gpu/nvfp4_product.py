@@ -15,6 +15,7 @@ from fp8_compile.kernels.nvfp4 import ops
 from fp8_compile.kernels.nvfp4.weight import block_size_of
 from fp8_compile.kernels.operands import check_value
 
+from .nvfp4_grad import nvfp4_grad
 from .nvfp4_matmul import nvfp4_matmul
 from .nvfp4_pack import nvfp4_pack
 
@@ -41,6 +42,17 @@ def product(
     if activations is not None:
         x = ops.round_activations(x, activations)
     return nvfp4_matmul(x, codes, block_scales, global_scale, bias)
+
+
+def gradient(
+    grad: Tensor, codes: Tensor, block_scales: Tensor, global_scale: Tensor, columns: int, layout: str
+) -> Tensor:
+    """grad w, [M, columns] in grad's dtype: the gradient of x, by the weight-only kernel."""
+    check_value("nvfp4_mm_grad", "layout", layout, ops.LAYOUTS)
+    codes, block_scales = ops.to_standard(codes, block_scales, layout)
+    if block_size_of(codes, block_scales) != 16 or grad.dtype == torch.float64:
+        return ops.reference_grad(grad, codes, block_scales, global_scale, columns, ops.STANDARD)
+    return nvfp4_grad(grad, codes, block_scales, global_scale, columns)
 
 
 def fp4_by_fp4(

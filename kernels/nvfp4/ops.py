@@ -3,6 +3,7 @@
     nvfp4_dequantize(codes, block_scales, global_scale, columns, dtype, layout)        -> w [N, K]
     nvfp4_round_activations(x, activations)                                            -> x as the product will see it
     nvfp4_mm(x, codes, block_scales, global_scale, bias, activations, layout)          -> x w^T + bias, [M, N]
+    nvfp4_mm_grad(grad, codes, block_scales, global_scale, columns, layout)            -> grad w, [M, K]: x's gradient
 
 A packed layer does ``linear(nvfp4_round_activations(x), nvfp4_dequantize(...))``; the pass ``MultiplyPacked`` makes
 one ``nvfp4_mm`` of it. They are opaque to Inductor, so that no pass folds the weight back to what it was packed from.
@@ -122,6 +123,14 @@ def reference(
     return torch.nn.functional.linear(x, weight, None if bias is None else bias.to(x.dtype))
 
 
+def reference_grad(
+    grad: Tensor, codes: Tensor, block_scales: Tensor, global_scale: Tensor, columns: int, layout: str
+) -> Tensor:
+    """``nvfp4_mm_grad`` in plain PyTorch."""
+    check_value("nvfp4_mm_grad", "layout", layout, LAYOUTS)
+    return grad @ _dequantize(codes, block_scales, global_scale, columns, grad.dtype, layout)
+
+
 dequantize_op = define(
     "nvfp4_dequantize(Tensor codes, Tensor block_scales, Tensor global_scale, int columns, ScalarType dtype,"
     " str layout) -> Tensor",
@@ -145,4 +154,12 @@ mm_op = define(
     ),
     cpu="fp8_compile.kernels.cpu.nvfp4:product",
     cuda="fp8_compile.kernels.gpu.nvfp4_product:product",
+)
+mm_grad_op = define(
+    "nvfp4_mm_grad(Tensor grad, Tensor codes, Tensor block_scales, Tensor global_scale, int columns, str layout)"
+    " -> Tensor",
+    reference_grad,
+    lambda grad, codes, block_scales, global_scale, columns, layout: grad.new_empty((grad.shape[0], columns)),
+    cpu="fp8_compile.kernels.cpu.nvfp4:gradient",
+    cuda="fp8_compile.kernels.gpu.nvfp4_product:gradient",
 )

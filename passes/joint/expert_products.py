@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
+from typing import ClassVar
 
 import torch
 from torch import fx
@@ -11,12 +13,14 @@ from fp8_compile.torch_internals.graphs import OpOverload, schema_name
 
 from ..graph.emit import emit, value
 from ..graph.roles import is_backward
+from ..graph.row import Gemm
 from .packed_formats import OF_EXPERTS, Inputs, PackedFormat, dtype_name
 from .packed_product import CASTS, DTYPES, PackedProduct, StackNames, cast
 
 aten = torch.ops.aten
 # transformers' own op stands for _grouped_mm where that can't be compiled: any dtype but bf16.
 GROUPED = ("aten::_grouped_mm", "transformers::grouped_mm_fallback")
+GROUPED_BACKWARD = "transformers::grouped_mm_fallback_backward"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,8 +68,30 @@ class ExpertsProduct(PackedProduct):
         if self.dim is not None:
             x = _without_dim(graph, x, self.dim, like=node)
         x = cast(graph, x, value(node).dtype, like=node)
-        result = self.format.multiply_experts(graph, x, self.dequantize, self.which, self.rows, like=node)
+        result = self._multiply(graph, x)
         return result if self.dim is None else emit(graph, aten.unsqueeze.default, result, self.dim, like=node)
+
+    def _multiply(self, graph: fx.Graph, x: fx.Node) -> fx.Node:
+        return self.format.multiply_experts(graph, x, self.dequantize, self.which, self.rows, like=self.node)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertsGradient(ExpertsProduct):
+    """``node[row] = x[row] @ dequantize[expert of the row]``: x is the gradient, the result that of the inputs."""
+
+    gemm: ClassVar[Gemm] = "grad_input"
+
+    @property
+    def shape(self) -> tuple[int | torch.SymInt, ...]:
+        """(E, M, N, K) of the product: its sums go along the experts' outputs."""
+        count, n, k = value(self.dequantize).shape
+        return count, value(self.x).shape[0], k, n
+
+    def reason(self, inputs: Inputs) -> str:
+        return f"packed experts: {self.format.name}, gradient {inputs.format}; rows {self.rows}"
+
+    def _multiply(self, graph: fx.Graph, x: fx.Node) -> fx.Node:
+        return self.format.multiply_experts_grad(graph, x, self.dequantize, self.which, self.rows, like=self.node)
 
 
 def _without_dim(graph: fx.Graph, x: fx.Node, dim: int, *, like: fx.Node) -> fx.Node:
@@ -79,33 +105,61 @@ def _without_dim(graph: fx.Graph, x: fx.Node, dim: int, *, like: fx.Node) -> fx.
 
 def find_experts_product(node: fx.Node) -> ExpertsProduct | None:
     """The product of a node with a stack of experts, if it is one."""
-    if not isinstance(node.target, OpOverload) or is_backward(node):
+    if is_backward(node):
+        return _gradient(node)
+    if not isinstance(node.target, OpOverload):
         return None
     if schema_name(node) in GROUPED:
         return _grouped(node)
     return _gathered(node) if node.target is aten.bmm.default else None
 
 
-def _grouped(node: fx.Node) -> ExpertsProduct | None:
+def _gradient(node: fx.Node) -> ExpertsProduct | None:
+    """The gradient's product with a stack of experts. transformers' own op makes two gradients, of which that of a
+    packed stack is not used."""
+    if node.target is operator.getitem and node.args[1] == 0:
+        both = node.args[0]
+        if not isinstance(both, fx.Node) or not isinstance(both.target, OpOverload):
+            return None
+        if schema_name(both) != GROUPED_BACKWARD or any(user.args[1] != 0 for user in both.users):
+            return None
+        _, weight, ends, grad = both.args
+        assert isinstance(grad, fx.Node) and isinstance(ends, fx.Node)
+        stack = _stack_of(weight)
+        if stack is None or stack.which is not None or not stack.flipped or value(grad).dtype not in DTYPES:
+            return None
+        return ExpertsGradient(node, grad, stack.dequantize, ends, "grouped")
+    if not isinstance(node.target, OpOverload):
+        return None
+    if schema_name(node) == GROUPED[0]:
+        return _grouped(node, flipped=False, kind=ExpertsGradient)
+    return _gathered(node, turned=True, kind=ExpertsGradient) if node.target is aten.bmm.default else None
+
+
+def _grouped(
+    node: fx.Node, flipped: bool = True, kind: type[ExpertsProduct] = ExpertsProduct
+) -> ExpertsProduct | None:
     x, weight, ends, *rest = (*node.args, *node.kwargs.values())
     stack = _stack_of(weight)
-    if any(one is not None for one in rest) or stack is None or stack.which is not None or not stack.flipped:
+    if any(one is not None for one in rest) or stack is None or stack.which is not None or stack.flipped != flipped:
         return None
     assert isinstance(x, fx.Node) and isinstance(ends, fx.Node)
     if value(x).dim() != 2 or value(x).dtype not in DTYPES:
         return None
-    return ExpertsProduct(node, x, stack.dequantize, ends, "grouped")
+    return kind(node, x, stack.dequantize, ends, "grouped")
 
 
-def _gathered(node: fx.Node) -> ExpertsProduct | None:
+def _gathered(
+    node: fx.Node, turned: bool = False, kind: type[ExpertsProduct] = ExpertsProduct
+) -> ExpertsProduct | None:
     left, right = node.args
-    for x, weight, dim, flipped in ((right, left, 2, False), (left, right, 1, True)):
+    for x, weight, dim, flipped in ((right, left, 2, turned), (left, right, 1, not turned)):
         stack = _stack_of(weight)
         if stack is None or stack.which is None or stack.flipped != flipped or value(stack.which).dim() != 1:
             continue
         assert isinstance(x, fx.Node)
         if value(x).shape[dim] == 1 and value(x).dtype in DTYPES:
-            return ExpertsProduct(node, x, stack.dequantize, stack.which, "gathered", dim)
+            return kind(node, x, stack.dequantize, stack.which, "gathered", dim)
     return None
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import torch
 from torch import fx
 
 from ..graph.emit import value
 from ..graph.roles import is_backward
-from .packed_formats import OF_LAYERS, Inputs, Operands, PackedFormat, Rounding
+from ..graph.row import Gemm
+from .packed_formats import OF_LAYERS, Inputs, Operands, PackedFormat, Rounding, dtype_name
 from .packed_product import CASTS, DTYPES, PackedProduct, StackNames, cast
 
 aten = torch.ops.aten
@@ -44,6 +46,50 @@ class LayerProduct(PackedProduct):
         return self.format.multiply(graph, dataclasses.replace(self.operands, x=x), target, like=self.node)
 
 
+@dataclasses.dataclass(frozen=True)
+class LayerGradient(PackedProduct):
+    """``node = grad @ dequantize(...)``, the gradient of a layer's inputs."""
+
+    gemm: ClassVar[Gemm] = "grad_input"
+    grad: fx.Node
+    dequantize: fx.Node
+
+    @property
+    def format(self) -> PackedFormat:
+        return OF_LAYERS[self.dequantize.target]
+
+    @property
+    def shape(self) -> tuple[int | torch.SymInt, ...]:
+        """(M, N, K) of the product: its sums go along the layer's outputs."""
+        n, k = value(self.dequantize).shape
+        return value(self.grad).shape[0], k, n
+
+    def inputs(self, target: str) -> Inputs:
+        return Inputs(dtype_name(self.grad))
+
+    def reason(self, inputs: Inputs) -> str:
+        return f"packed weight: {self.format.name}, gradient {inputs.format}"
+
+    def weight(self, names: StackNames, module: str) -> str:
+        return f"{module}.codes".strip(".")
+
+    def emit(self, graph: fx.Graph, target: str) -> fx.Node:
+        grad = cast(graph, self.grad, value(self.node).dtype, like=self.node)
+        return self.format.multiply_grad(graph, grad, self.dequantize, like=self.node)
+
+
+def find_layer_gradient(node: fx.Node) -> LayerGradient | None:
+    """The gradient's product with the packed weight of a layer, if a node is one."""
+    if node.target is not aten.mm.default:
+        return None
+    grad, weight = node.args
+    assert isinstance(grad, fx.Node) and isinstance(weight, fx.Node)
+    dequantize = _dequantize_of(weight, flipped=False)
+    if not is_backward(node) or dequantize is None or value(grad).dtype not in DTYPES:
+        return None
+    return LayerGradient(node, grad, dequantize)
+
+
 def find_layer_product(node: fx.Node) -> LayerProduct | None:
     """The product of a node with the packed weight of a layer, if it is one."""
     bias: object = None
@@ -62,15 +108,15 @@ def find_layer_product(node: fx.Node) -> LayerProduct | None:
     return LayerProduct(node, Operands(x, dequantize, bias, rounding))
 
 
-def _dequantize_of(weight: fx.Node) -> fx.Node | None:
-    """The dequantize that a [K, N] operand is the transpose of, casts aside."""
-    flipped = False
+def _dequantize_of(weight: fx.Node, flipped: bool = True) -> fx.Node | None:
+    """The dequantize that an operand is, or is the transpose of where ``flipped``, casts aside."""
+    turned = False
     node: object = weight
     while isinstance(node, fx.Node) and node.op == "call_function":
         if node.target in OF_LAYERS:
-            return node if flipped else None
+            return node if turned == flipped else None
         if node.target is aten.t.default or (node.target is aten.permute.default and node.args[1] == [1, 0]):
-            flipped = not flipped
+            turned = not turned
         elif node.target not in CASTS:
             return None
         node = node.args[0]

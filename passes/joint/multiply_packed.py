@@ -14,7 +14,7 @@ from ..graph.roles import is_backward
 from ..graph.row import Row
 from ..graph_pass import GraphPass, PassReport
 from .expert_products import find_experts_product, look_up_packed
-from .layer_products import find_layer_product
+from .layer_products import find_layer_gradient, find_layer_product
 from .packed_formats import OF_EXPERTS, OF_LAYERS
 from .packed_product import PackedProduct, StackNames
 
@@ -34,11 +34,14 @@ class MultiplyPacked(GraphPass):
     After:   y: bf16[M, N] = nvfp4_experts_mm(x, codes, block_scales, global_scale, ends, "grouped", layout)
              z: bf16[M, N, 1] = unsqueeze(nvfp4_experts_mm(x, ..., which, "gathered", layout), -1)
 
+    Before:  dx: bf16[M, K] = mm(dy, w)                                 in backward
+    After:   dx: bf16[M, K] = nvfp4_mm_grad(dy, codes, block_scales, global_scale, K, layout)
+
     The same for FP8 (``packed_formats.py``); where inputs of a layer go through ``round_inputs`` it is an FP8 gemm
     (``multiply_fp8.py``). Where experts are looked up and something else becomes of them, and for GPUs, which have no
-    such product here, those alone are dequantized: ``index(w, [which])`` is ``nvfp4_dequantize_experts(..., which)``. A
-    gradient's product with the weight stays as it is, on a weight that backward dequantizes again. Every replaced
-    product gets a :class:`Row`.
+    such product here, those alone are dequantized: ``index(w, [which])`` is ``nvfp4_dequantize_experts(..., which)``.
+    What backward needs of a dequantized weight beside products it dequantizes again. Every replaced product gets a
+    :class:`Row`.
     """
 
     def __init__(self, names: StackNames, target: str = "cpu") -> None:
@@ -54,7 +57,7 @@ class MultiplyPacked(GraphPass):
         found = self._find(graph)
         for product in found:
             module = self.names.module_of(product.node)
-            set_mark(product.node, site=product.node.name, module=module, gemm="output")
+            set_mark(product.node, site=product.node.name, module=module, gemm=product.gemm)
             self.rows.append(product.row(self.names, module, self.target))
             product.replace(graph, self.target)
         remove_dead_nodes(graph)  # lookups whose product was replaced
@@ -66,7 +69,7 @@ class MultiplyPacked(GraphPass):
         return PassReport(len(found) + lookups, what)
 
     def _find(self, graph: fx.Graph) -> list[PackedProduct]:
-        kinds: list[Callable[[fx.Node], PackedProduct | None]] = [find_layer_product]
+        kinds: list[Callable[[fx.Node], PackedProduct | None]] = [find_layer_product, find_layer_gradient]
         if self.target == "cpu":  # GPUs have no product with experts here
             kinds.append(find_experts_product)
         return [product for find in kinds for node in graph.nodes if (product := find(node)) is not None]

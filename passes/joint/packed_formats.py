@@ -3,6 +3,7 @@
     dequantize(*parts, dtype, ...)                    what a packed layer multiplies by         -> w [N, K]
     dequantize_experts(*parts, dtype, ..., which)     what packed experts multiply by           -> w [E, N, K]
     multiply, multiply_experts                        the products that read the packed form
+    multiply_grad, multiply_experts_grad              the same of gradients: grad @ w, the gradient of the inputs
 """
 
 from __future__ import annotations
@@ -82,6 +83,16 @@ class PackedFormat(abc.ABC):
     ) -> fx.Node:
         """``x[row] @ dequantize[expert of the row].T``, from the packed form; see ``kernels/experts.py``."""
 
+    @abc.abstractmethod
+    def multiply_grad(self, graph: fx.Graph, grad: fx.Node, dequantize: fx.Node, *, like: fx.Node) -> fx.Node:
+        """``grad @ dequantize``, from the packed form."""
+
+    @abc.abstractmethod
+    def multiply_experts_grad(
+        self, graph: fx.Graph, grad: fx.Node, dequantize: fx.Node, which: fx.Node, rows: str, *, like: fx.Node
+    ) -> fx.Node:
+        """``grad[row] @ dequantize[expert of the row]``, from the packed form."""
+
 
 class NVFP4(PackedFormat):
     name, values = "nvfp4", "e2m1"
@@ -106,6 +117,17 @@ class NVFP4(PackedFormat):
         codes, block_scales, global_scale, _, _, layout = dequantize.args
         packed = codes, block_scales, global_scale
         return emit(graph, experts.nvfp4_mm_op, x, *packed, which, rows, layout, like=like)
+
+    def multiply_grad(self, graph: fx.Graph, grad: fx.Node, dequantize: fx.Node, *, like: fx.Node) -> fx.Node:
+        codes, block_scales, global_scale, columns, _, layout = dequantize.args
+        return emit(graph, nvfp4.mm_grad_op, grad, codes, block_scales, global_scale, columns, layout, like=like)
+
+    def multiply_experts_grad(
+        self, graph: fx.Graph, grad: fx.Node, dequantize: fx.Node, which: fx.Node, rows: str, *, like: fx.Node
+    ) -> fx.Node:
+        codes, block_scales, global_scale, columns, _, layout = dequantize.args
+        packed = codes, block_scales, global_scale
+        return emit(graph, experts.nvfp4_mm_grad_op, grad, *packed, which, rows, columns, layout, like=like)
 
 
 class FP8(PackedFormat):
@@ -141,6 +163,16 @@ class FP8(PackedFormat):
     ) -> fx.Node:
         codes, scales, _ = dequantize.args
         return emit(graph, experts.fp8_mm_op, x, codes, scales, which, rows, like=like)
+
+    def multiply_grad(self, graph: fx.Graph, grad: fx.Node, dequantize: fx.Node, *, like: fx.Node) -> fx.Node:
+        codes, scales, _ = dequantize.args
+        return emit(graph, fp8_weight.mm_grad_op, grad, codes, scales, like=like)
+
+    def multiply_experts_grad(
+        self, graph: fx.Graph, grad: fx.Node, dequantize: fx.Node, which: fx.Node, rows: str, *, like: fx.Node
+    ) -> fx.Node:
+        codes, scales, _ = dequantize.args
+        return emit(graph, experts.fp8_mm_grad_op, grad, codes, scales, which, rows, like=like)
 
 
 FORMATS: tuple[PackedFormat, ...] = (NVFP4(), FP8())

@@ -1,10 +1,10 @@
-"""A product with a packed weight, as a place in the graph: what the two kinds of them have in common."""
+"""A product with a packed weight, as a place in the graph: what all kinds of them have in common."""
 
 from __future__ import annotations
 
 import abc
 import dataclasses
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import fx
@@ -13,7 +13,7 @@ from fp8_compile.torch_internals.graphs import op_name
 
 from ..graph.emit import emit, value
 from ..graph.roles import Names
-from ..graph.row import REWRITTEN, Row, code_line
+from ..graph.row import REWRITTEN, Gemm, Row, code_line
 from .packed_formats import Inputs, PackedFormat
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -29,9 +29,10 @@ class StackNames(Names, Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class PackedProduct(abc.ABC):
-    """``node = x @ dequantize(...).T``, in some form."""
+    """``node = x @ dequantize(...).T``, in some form; of a gradient, ``node = grad @ dequantize(...)``."""
 
     node: fx.Node
+    gemm: ClassVar[Gemm] = "output"
 
     @property
     @abc.abstractmethod
@@ -61,7 +62,7 @@ class PackedProduct(abc.ABC):
         inputs = self.inputs(target)
         return Row(
             module,
-            "output",
+            self.gemm,
             tuple(size if isinstance(size, int) else str(size) for size in self.shape),
             REWRITTEN,
             self.reason(inputs),
