@@ -29,6 +29,7 @@ from .joint.delay_scales import DelayScales
 from .joint.lower_quantizes import LowerQuantizes
 from .joint.lower_scaled_mm_cpu import LowerScaledMmForCpu
 from .joint.multiply_packed import MultiplyPacked, StackNames
+from .joint.pair_mx import PairMx
 from .joint.pair_quantizes import PairQuantizes
 from .joint.record_amaxes import RecordAmaxes
 from .joint.rewrite_matmuls import RewriteMatmuls
@@ -66,6 +67,10 @@ def source_hash() -> str:
 
 # Computed on import: what a file says that is edited later must not be in the key of code made by the old one.
 SOURCE_HASH = source_hash()
+
+
+# Passes that run right after the split: what Inductor does to every node then, it does to fewer of them.
+SHRINKING = (DropRecomputeCopies, CallCpuKernels, FuseDelayedQuantizes, QuantizeInGemm)
 
 
 # A pass, and when it runs: always, never, or on which graphs. None in the place of a pass: there is none.
@@ -155,7 +160,7 @@ class JointPipeline(Pipeline):
         self.rewrite = RewriteMatmuls(rules, names, strict=strict)
         self.ran, self.inputs = False, inputs or {}
         rewrites, on_cpu = record is None, rules.target == "cpu"
-        many_scales = rules.recipe in ("rowwise", "blockwise")
+        many_scales, copies = rules.recipe in ("rowwise", "blockwise"), not rules.reads_any_layout
         # fmt: off
         steps: list[Step] = [
             (self.packed,                                     self.packed.applies),   # packed weights are in the graph
@@ -166,6 +171,7 @@ class JointPipeline(Pipeline):
             (UseWeightCache(weights) if weights else None,    rewrites),
             (delay,                                           rewrites),
             (PairQuantizes(),                                 rewrites and many_scales and not on_cpu),
+            (PairMx(needs_k_contiguous=copies),               rewrites and rules.recipe == "mxfp8" and not on_cpu),
             (LowerQuantizes(rules.target),                    rewrites),
             (scale_loss,                                      True),
             (LowerScaledMmForCpu(),                           rewrites and on_cpu),
@@ -199,7 +205,7 @@ class SplitPipeline(Pipeline):
         on_cpu, on_nvidia = rules.target == "cpu", rules.target.startswith("cuda")
         # fmt: off
         steps: list[Step] = [
-            (DropRecomputeCopies(),     on_cpu or rules.reads_any_layout),
+            (DropRecomputeCopies(),     on_cpu or rules.reads_any_layout or rules.recipe == "mxfp8"),
             (CallCpuKernels(),          on_cpu),
             (FuseDelayedQuantizes(),    on_cpu),
             (QuantizeInGemm(),          on_cpu),
@@ -214,6 +220,11 @@ class SplitPipeline(Pipeline):
         ]
         # fmt: on
         super().__init__(steps, key, observer)
+        self.shrinking = [step for step in self.steps if isinstance(step[0], SHRINKING)] if on_cpu else []
+
+    def shrink(self, graph: fx.Graph) -> None:
+        """Run the passes that make few nodes of many. They change nothing when they run again in their turn."""
+        self._run(self.shrinking, graph)
 
     def phase(self, graph: fx.Graph) -> str:
         # Not by the nodes' tags: forward saves values, such as the mask of a relu, that were traced for backward.

@@ -35,6 +35,7 @@ from fp8_compile.target import Target
 from fp8_compile.torch_internals.dynamo import add_inputs, compiled_modules, frame_code, own_copy
 from fp8_compile.torch_internals.graphs import fake_like
 from fp8_compile.torch_internals.inductor import compile_joint, mode_options, passes_of_user
+from fp8_compile.torch_internals.partitioner import split_and_shrink
 
 from .fused_inference_ops import decompose_fused_ops
 from .interpret import NO_CACHE, run_uncompiled
@@ -67,7 +68,7 @@ def compile_graph(
     names = ModuleNames.of_graph(gm, config.include)
     selection = Selection(config.include, config.exclude, names.heads)
     selection.check(names.known)
-    state = state_of_compilation(gm) if config.recipe == "delayed" else None
+    state = state_of_compilation(gm) if config.keeps_state else None
     trains = torch.is_grad_enabled() and any(_has_gradient(item) for item in (*example_inputs, *gm.parameters()))
     keeps_state = state is not None and (trains or state.frozen is not None)
     keep_apart(gm, config)
@@ -75,7 +76,7 @@ def compile_graph(
     slots = None
     if state is not None and keeps_state:
         slots = open_slots(gm, config, rules, device, state, names.frame, trains=trains)
-    elif state is not None:
+    elif rules.recipe == "delayed":
         rules = dataclasses.replace(rules, recipe="tensorwise")  # what a call computes does not depend on calls before
     graph = _Graph(
         gm,
@@ -248,9 +249,11 @@ class _Graph:
         patches: dict[str, Any],
         inner_compile: Callable[..., Any] | None,
     ) -> Callable[..., Any]:
-        ours = {"joint_custom_pre_pass": with_users("joint_custom_pre_pass", joint, patches)}
+        ours: dict[str, Any] = {"joint_custom_pre_pass": with_users("joint_custom_pre_pass", joint, patches)}
         if split:
             ours["post_grad_custom_pre_pass"] = with_users("post_grad_custom_pre_pass", split, patches)
+            if split.shrinking and inner_compile is None:  # another compiler gets the halves as they were split
+                ours |= split_and_shrink(split.shrink, split.uuid(), patches)
         gm = own_copy(self.gm)
         add_inputs(gm, self._added)
         # The first run in FP8 comes after the warm-up: nothing may be left to compile then, as backward of dynamic
