@@ -14,8 +14,12 @@ import re
 from typing import Sequence
 
 from torch._inductor import ir
+from torch._inductor.dependencies import MemoryDep
 from torch._inductor.scheduler import BaseSchedulerNode, NopKernelSchedulerNode
+from torch._inductor.virtualized import V
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
+
+from fp8_compile.kernels.inductor.tiles import is_tile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +80,7 @@ def launches_of(nodes: Sequence[BaseSchedulerNode], source: str) -> list[Launch]
 
 
 def _launch(node: BaseSchedulerNode, triton_name: str | None) -> Launch:
-    size = node.get_read_write_buffers_sizes()
+    size = _bytes_moved(node)
     if isinstance(node.node, ir.UserDefinedTritonKernel):
         # Inductor takes a buffer that the kernel fills as read and written.
         size -= sum(_tensor_bytes(buffer) for buffer in node.node.mutable_args)
@@ -90,6 +94,18 @@ def _launch(node: BaseSchedulerNode, triton_name: str | None) -> Launch:
         left = node.node.inputs[1 if "addmm" in name or "baddbmm" in name else 0]
         return Launch(name, "gemm", size, *_gemm_facts(node.node, left))
     return Launch(name, "other", size, _attention_flops(node.node) if "scaled_dot_product" in name else 0)
+
+
+def _bytes_moved(node: BaseSchedulerNode) -> int:
+    """What a node reads and writes. Inductor takes a buffer that stores of tiles fill as read and written, and of its
+    bytes counts only those of the loop: not the scales."""
+    accesses = node.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
+    for part in node.get_nodes():
+        writes = [dep for dep in part.read_writes.writes if isinstance(dep, MemoryDep) and is_tile(dep.mode)]
+        for dep in writes:
+            (filled,) = part.node.get_mutation_names()
+            accesses[filled], accesses[dep.name] = 0, _tensor_bytes(V.graph.get_buffer(filled))
+    return sum(accesses.values())
 
 
 def _gemm_facts(gemm: ir.IRNode, left: ir.IRNode) -> tuple[int, bool]:

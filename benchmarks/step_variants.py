@@ -18,8 +18,11 @@ from torch import nn
 from torch._inductor.utils import fresh_cache
 
 GEMMS = ("aten::mm", "aten::addmm", "aten::bmm", "mkldnn::_linear_pointwise", "fp8_compile::scaled_mm")
-GEMMS += ("aten::_grouped_mm", "fp8_compile::scaled_grouped_mm")
-QUANTIZES = tuple(f"fp8_compile::{name}" for name in ("quantize_delayed", "quantize", "cast", "scales"))
+GEMMS += ("aten::_grouped_mm", "fp8_compile::scaled_grouped_mm", "fp8_compile::mx_mm", "fp8_compile::nvfp4_train_mm")
+QUANTIZES = tuple(
+    f"fp8_compile::{name}"
+    for name in ("quantize_delayed", "quantize", "cast", "scales", "quantize_mx", "quantize_nvfp4", "global_scale")
+)
 
 
 class Variant:

@@ -51,7 +51,8 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=None, help="default: 4 x width")
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--recipes", nargs="+", default=["delayed", "tensorwise", "rowwise", "blockwise"])
+    recipes = ["delayed", "tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4"]
+    parser.add_argument("--recipes", nargs="+", default=recipes)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
 

@@ -24,7 +24,7 @@ from byte_lm import ByteLM, batches, stdlib_text
 
 BATCH, TIME = 8, 64
 FULL = "fp32"
-RECIPES = ("delayed", "tensorwise", "rowwise", "blockwise")
+RECIPES = ("delayed", "tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4")
 
 
 def main() -> None:

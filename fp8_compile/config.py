@@ -11,11 +11,21 @@ from typing import Any, Mapping
 from .target import Target
 from .torch_internals.inductor import unknown_options
 
-RECIPES = ("delayed", "tensorwise", "rowwise", "blockwise")
+RECIPES = ("delayed", "tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4")
 FORMATS = ("e4m3", "e5m2")
 AMAX_ALGORITHMS = ("max", "most_recent", "p99")
 # Gradients span more orders of magnitude than a whole tensor's E4M3 holds; a row or a block spans fewer.
-BACKWARD_FORMATS = {"tensorwise": "e5m2", "delayed": "e5m2", "rowwise": "e4m3", "blockwise": "e4m3"}
+BACKWARD_FORMATS = {
+    "tensorwise": "e5m2",
+    "delayed": "e5m2",
+    "rowwise": "e4m3",
+    "blockwise": "e4m3",
+    "mxfp8": "e4m3",
+    "nvfp4": "e2m1",
+}
+# Recipes that have one format for everything.
+ONE_FORMAT = {"mxfp8": "e4m3", "nvfp4": "e2m1"}
+GLOBAL_SCALES = ("delayed", "exact")
 # Fields that only delayed scaling and the training hooks read.
 DELAYED_ONLY = ("amax_history_len", "margin", "amax_algorithm", "scale_update_interval", "warmup_steps", "stats")
 
@@ -33,7 +43,7 @@ class Config:
     recipe: str = "delayed"
     exclude: tuple[str, ...] = ()
     include: tuple[str, ...] = ("*",)
-    forward_format: str = "e4m3"
+    forward_format: str | None = None  # None: e4m3, or the only one of the recipe
     backward_format: str | None = None  # None: by recipe, see BACKWARD_FORMATS
     amax_history_len: int = 16
     margin: int = 0
@@ -42,7 +52,9 @@ class Config:
     quantize_inputs: bool = True
     quantize_weights: bool = True
     quantize_gradients: bool = True
-    stochastic_rounding: bool = False
+    stochastic_rounding: bool | None = None  # of gradients; None: True with recipe="nvfp4", else False
+    global_scale: str = "delayed"  # of recipe="nvfp4": from earlier steps, or "exact", of each tensor itself
+    four_over_six: bool = False  # of recipe="nvfp4", in forward
     loss_scale: float | str | None = None
     warmup_steps: int = 0
     min_dim: int = 16
@@ -66,9 +78,15 @@ class Config:
 
     def replace(self, **changes: Any) -> Config:
         """Return a checked copy with some fields changed; the backward format follows the recipe unless it was set."""
-        if self.backward_format == BACKWARD_FORMATS[self.recipe]:
-            changes.setdefault("backward_format", None)
+        for name, value in _by_recipe(self.recipe).items():
+            if getattr(self, name) == value:
+                changes.setdefault(name, None)
         return dataclasses.replace(self, **changes)
+
+    @property
+    def keeps_state(self) -> bool:
+        """True if scales come from earlier steps."""
+        return self.recipe == "delayed" or (self.recipe == "nvfp4" and self.global_scale == "delayed")
 
     def fingerprint(self) -> str:
         """Return a text that is equal for equal configs; it is part of the key of Inductor's cache."""
@@ -102,10 +120,13 @@ class Config:
 
     def _check_choices(self) -> None:
         _check_choice("recipe", self.recipe, RECIPES)
-        if self.backward_format is None:
-            object.__setattr__(self, "backward_format", BACKWARD_FORMATS[self.recipe])
-        _check_choice("forward_format", self.forward_format, FORMATS)
-        _check_choice("backward_format", self.backward_format, FORMATS)
+        for name, value in _by_recipe(self.recipe).items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+        formats = (ONE_FORMAT[self.recipe],) if self.recipe in ONE_FORMAT else FORMATS
+        _check_choice("forward_format", self.forward_format, formats)
+        _check_choice("backward_format", self.backward_format, formats)
+        _check_choice("global_scale", self.global_scale, GLOBAL_SCALES)
         _check_choice("amax_algorithm", self.amax_algorithm, AMAX_ALGORITHMS)
         scale = self.loss_scale
         number = isinstance(scale, (int, float)) and not isinstance(scale, bool) and 0 < scale < float("inf")
@@ -128,7 +149,7 @@ class Config:
 
     def _check_flags(self) -> None:
         for field in dataclasses.fields(self):
-            if field.type == "bool" and not isinstance(getattr(self, field.name), bool):
+            if str(field.type).startswith("bool") and not isinstance(getattr(self, field.name), bool):
                 raise ValueError(f"{field.name} expects True or False, got {getattr(self, field.name)!r}")
 
     def _check_contradictions(self) -> None:
@@ -143,10 +164,18 @@ class Config:
             raise ValueError(f"{fields} leave no matmul with two FP8 operands; switch at most one of them off")
         if self.stochastic_rounding and not self.quantize_gradients:
             raise ValueError("stochastic_rounding=True rounds gradients, but quantize_gradients=False keeps them whole")
-        if self.recipe != "delayed":
+        if not self.keeps_state:
             changed = [name for name in DELAYED_ONLY if getattr(self, name) != _default(name)]
             if changed:
+                if self.recipe == "nvfp4":
+                    raise ValueError(f"{', '.join(changed)} apply to global_scale='delayed' only, got 'exact'")
                 raise ValueError(f"{', '.join(changed)} apply to recipe='delayed' only, got recipe={self.recipe!r}")
+        if self.recipe != "nvfp4":
+            changed = [name for name in ("global_scale", "four_over_six") if getattr(self, name) != _default(name)]
+            if changed:
+                raise ValueError(f"{', '.join(changed)} apply to recipe='nvfp4' only, got recipe={self.recipe!r}")
+        if self.recipe == "mxfp8" and self.stochastic_rounding:
+            raise ValueError("stochastic_rounding=True applies to other recipes: recipe='mxfp8' rounds to nearest even")
 
 
 def _checked_init(init: Any) -> Any:
@@ -174,6 +203,15 @@ def _check_known(options: Mapping[str, Any]) -> None:
 def _check_inductor(overrides: Mapping[str, Any]) -> None:
     for name, known in unknown_options(overrides).items():
         raise ValueError(f"inductor has no option {name!r}{_nearest(name, known)}; see torch._inductor.config")
+
+
+def _by_recipe(recipe: str) -> dict[str, Any]:
+    """The fields that follow the recipe unless they are set."""
+    return {
+        "forward_format": ONE_FORMAT.get(recipe, "e4m3"),
+        "backward_format": BACKWARD_FORMATS[recipe],
+        "stochastic_rounding": recipe == "nvfp4",
+    }
 
 
 def _default(name: str) -> Any:

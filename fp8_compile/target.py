@@ -11,7 +11,7 @@ import re
 
 import torch
 
-from .kernels.formats import E4M3, E4M3_FNUZ, E5M2, E5M2_FNUZ, Format
+from .kernels.formats import E2M1, E4M3, E4M3_FNUZ, E5M2, E5M2_FNUZ, Format
 
 RECIPES_EVERYWHERE = frozenset({"tensorwise", "delayed"})
 
@@ -36,7 +36,7 @@ class Target:
         return self.name == "cpu"
 
     def format(self, name: str) -> Format:
-        return self.e4m3 if name == "e4m3" else self.e5m2
+        return {"e4m3": self.e4m3, "e5m2": self.e5m2, "e2m1": E2M1}[name]
 
     def __str__(self) -> str:
         return self.name
@@ -77,6 +77,8 @@ class Target:
 def _cuda(capability: int) -> Target:
     # cuBLAS has 1x128 and 128x128 block scales on Hopper only.
     recipes = RECIPES_EVERYWHERE | {"rowwise"} | ({"blockwise"} if capability == 90 else set())
+    if capability >= 100:
+        recipes |= {"mxfp8"}
     # cuBLASLt needs K contiguous ("TN") on Ada, Hopper, and on the Blackwells of workstations, 12.x.
     return Target(
         f"cuda:{capability}",
@@ -93,7 +95,7 @@ CPU = Target(
     alignment=1,
     needs_k_contiguous=False,
     e5m2_by_e5m2=True,
-    recipes=frozenset(RECIPES_EVERYWHERE | {"rowwise", "blockwise"}),
+    recipes=frozenset(RECIPES_EVERYWHERE | {"rowwise", "blockwise", "mxfp8", "nvfp4"}),
     rowwise_output=None,
     grouped=True,
 )

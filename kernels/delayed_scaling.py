@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from .define_op import define
-from .formats import BY_DTYPE, Format, format_of
+from .formats import E2M1, FORMATS, Format, format_of
 
 QUANT, DEQUANT = 0, 1
 # Rows of ``counts``. The first five count runs: all of them, those whose amax entered the history, those in which the
@@ -62,13 +62,15 @@ class Limits:
 
     @classmethod
     def of(cls, format: Format) -> Limits:
+        if format == E2M1:  # its blocks have scales: what is above the largest of these saturates, as in E4M3
+            return cls(1.0 + 2.0**-4 / 1.75, 2.0**-12, 6)
         significand = format.max / 2.0 ** (int(format.max).bit_length() - 1)
         half_step = 2.0**-format.significand_bits / significand
         wide = format.significand_bits == 3
         return cls(1.0 + half_step, 2.0**-20 if wide else 2.0**-8, 12 if wide else 6)
 
 
-_LIMITS = {format.max: Limits.of(format) for format in BY_DTYPE.values()}
+_LIMITS = {format.max: Limits.of(format) for format in FORMATS}
 LARGEST = tuple(_LIMITS)  # values of formats
 
 

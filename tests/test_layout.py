@@ -41,7 +41,7 @@ ROOMS = {
     "packing": set[str](),
     "backend": {"reporting", "scaling"},
     "aot_package": {"backend", "packing"},
-    "cli": {"reporting"},
+    "cli": {"packing", "reporting"},
 }
 # Modules beside the rooms that stand on one of them.
 ON_ROOMS = {"__init__", "__main__", "hugging_face", "lightning", "sharded_checkpoint"}

@@ -16,8 +16,8 @@ def make_rules(config: Config, target: Target, selection: Selection) -> Rules:
     return Rules(
         recipe=config.recipe,
         target=str(target),
-        forward=target.format(config.forward_format),
-        backward=target.format(config.backward_format or config.forward_format),
+        forward=target.format(str(config.forward_format)),
+        backward=target.format(str(config.backward_format)),
         excluded=selection.reason_against,
         min_dim=config.min_dim,
         unquantized=frozenset(role for field, role in fields.items() if not getattr(config, field)),
@@ -29,6 +29,7 @@ def make_rules(config: Config, target: Target, selection: Selection) -> Rules:
         e5m2_by_e5m2=target.e5m2_by_e5m2,
         only_output=target.rowwise_output if config.recipe in ("rowwise", "blockwise") else None,
         grouped=target.grouped,
+        four_over_six=config.four_over_six,
     )
 
 

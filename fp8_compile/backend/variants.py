@@ -82,14 +82,13 @@ class _Check:
 def variant_of(module: nn.Module, config: Config) -> Variant:
     state = model_state(module)
     requests, scalings = state.requests, list(state.loss_scalings)
-    delayed = config.recipe == "delayed"
     return Variant(
         _treatment(module, state, config),
-        delayed and requests.cached,
-        delayed and requests.held,
+        config.recipe == "delayed" and requests.cached,
+        config.keeps_state and requests.held,
         config.loss_scale is not None or any(one.setting is not None for one in scalings),
         any(one.wide for one in scalings),
-        state.frozen if delayed else frozenset(),
+        state.frozen if config.keeps_state else frozenset(),
     )
 
 

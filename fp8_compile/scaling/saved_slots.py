@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8_compile.kernels.delayed_scaling import COUNTERS
-from fp8_compile.kernels.formats import BY_DTYPE
+from fp8_compile.kernels.formats import FORMATS
 from fp8_compile.passes.graph.roles import Role
 from fp8_compile.passes.graph.slot import Slot
 
@@ -24,7 +24,7 @@ SAVED = ("scale", "amax_history", "counts", "largest")
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 FEWEST_COUNTERS = 2  # version 0.1 saved two
-LARGEST = sorted({format.max for format in BY_DTYPE.values()})
+LARGEST = sorted({format.max for format in FORMATS})
 _SLOT = re.compile(rf"(?s)(?P<product>.*)#\d+\.(?:{'|'.join(map(str, Role))})(?:\[\d+\])?")
 
 

@@ -56,7 +56,7 @@ SHIMS = {
         " AtenTensorHandle*, AtenTensorHandle*, int32_t, int32_t, AtenTensorHandle*)"
     ],
 }
-SHIM_SOURCES = {OPERATIONS: INCLUDE, "aoti_shims.cpp": INCLUDE}
+SHIM_SOURCES = {source: INCLUDE for source in (*OPERATIONS, "aoti_shims.cpp")}
 # Features that code for this very CPU may use: what -march=native, as Inductor has it, turns on.
 _INSTRUCTIONS = ("avx", "amx", "fma", "f16c", "bmi", "gfni", "vaes", "vpclmulqdq", "sse4", "popcnt", "movbe", "sha_ni")
 

@@ -40,6 +40,30 @@ void fp8_scaled_grouped_mm(int along, int64_t groups, const int64_t* ends, int64
                            int64_t right_scale_stride, void* out, int dtype, int64_t out_group_stride, int64_t out_stride,
                            int threads);
 
+// mx_mm.cpp: kernels/mxfp8.py has the formula.
+void fp8_mx_mm(int64_t m, int64_t n, int64_t k, const void* left, int64_t left_stride, int64_t left_k_stride,
+               const uint8_t* left_scales, int64_t left_scale_stride, int64_t left_scale_k_stride, int64_t left_lines,
+               const void* right, int64_t right_stride, int64_t right_k_stride,
+               const uint8_t* right_scales, int64_t right_scale_stride, int64_t right_scale_k_stride,
+               int64_t right_lines, const float* bias, void* out, int dtype, int64_t out_stride, int threads);
+
+// mx_cast.cpp
+void fp8_mx_quantize(const void* x, int dtype, int64_t rows, int64_t cols, int64_t stride, int64_t block_rows,
+                     int64_t block_cols, uint8_t* codes, uint8_t* scales, int threads);
+
+// nvfp4_train_mm.cpp: kernels/nvfp4_training.py has the formula. k: a multiple of 16.
+void fp8_nvfp4_train_mm(int64_t m, int64_t n, int64_t k, const uint8_t* left, int64_t left_stride,
+                        const uint8_t* left_scales, int64_t left_scale_stride, int64_t left_scale_k_stride,
+                        int64_t left_lines, const uint8_t* right, int64_t right_stride, const uint8_t* right_scales,
+                        int64_t right_scale_stride, int64_t right_scale_k_stride, int64_t right_lines,
+                        const float* left_dequant, const float* right_dequant, const float* bias, void* out,
+                        int dtype, int64_t out_stride, int threads);
+
+// nvfp4_train_cast.cpp. x: [rows, k], or [k, rows] where it is transposed. seed: null to round to nearest.
+void fp8_nvfp4_quantize(const void* x, int dtype, int64_t rows, int64_t k, int64_t stride, int transposed, float enc,
+                        int tiles, int rotated, const int64_t* seed, int64_t stream, int four_over_six,
+                        uint8_t* codes, uint8_t* scales, int threads);
+
 // fp8_cast.cpp
 void fp8_scales(const void* x, int dtype, int64_t rows, int64_t cols, int axis, int e5m2, float* quant_scale,
                 float* dequant_scale, int threads);
@@ -61,11 +85,18 @@ void fp8_fingerprints(int64_t count, const void* const* x, const int64_t* numel,
 // fp8_weight.cpp
 void fp8_weight_mm(const void* x, int64_t m, int64_t k, int64_t stride, int dtype, const uint8_t* codes,
                    const float* scales, int64_t n, const float* bias, void* y, int threads);
+// The gradient of x: out[m, k] = sum_n grad[m, n] * scale[n] * w[n, k].
+void fp8_weight_grad_input(const void* grad, int64_t m, int64_t n, int64_t stride, int dtype, const uint8_t* codes,
+                           const float* scales, int64_t k, void* out, int threads);
 
 // nvfp4.cpp
 void nvfp4_matmul(const void* x, int64_t m, int64_t k, int64_t stride, int dtype, const void* codes, const void* scales,
                   int64_t n, int64_t padded_k, float global_scale, const void* bias, int bias_dtype, int arithmetic,
                   void* y, int threads);
+
+// nvfp4_prefill.cpp. The gradient of x: out[m, k] = sum_n grad[m, n] * w[n, k].
+void nvfp4_grad_input(const void* grad, int64_t m, int64_t n, int64_t stride, int dtype, const void* codes, const void* scales,
+                      int64_t k, int64_t padded_k, float global_scale, void* out, int threads);
 
 // experts.cpp. 0, or 1 where `which` names experts or rows that there are none of.
 int nvfp4_experts(const void* x, int64_t m, int64_t k, int64_t stride, int dtype, const uint8_t* codes,
@@ -73,6 +104,12 @@ int nvfp4_experts(const void* x, int64_t m, int64_t k, int64_t stride, int dtype
                   const int64_t* which, int in_groups, void* y, int threads);
 int fp8_experts(const void* x, int64_t m, int64_t k, int64_t stride, int dtype, const uint8_t* codes, const float* scales,
                 int64_t experts, int64_t n, const int64_t* which, int in_groups, void* y, int threads);
+int nvfp4_experts_grad_input(const void* grad, int64_t m, int64_t n, int64_t stride, int dtype, const uint8_t* codes,
+                             const uint8_t* scales, const float* global_scales, int64_t experts, int64_t k,
+                             int64_t padded_k, const int64_t* which, int in_groups, void* out, int threads);
+int fp8_experts_grad_input(const void* grad, int64_t m, int64_t n, int64_t stride, int dtype, const uint8_t* codes,
+                           const float* scales, int64_t experts, int64_t k, const int64_t* which, int in_groups, void* out,
+                           int threads);
 
 // nvfp4_paths.cpp and nvfp4_codes.cpp, a library of their own
 void nvfp4_scale_paths(const float* weights, const uint8_t* kept_zero, const float* factor, int64_t rows, int64_t columns,

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <memory>
 
+#include "bias.h"
 #include "fp8_formats.h"
 
 namespace fp8 {
@@ -21,38 +22,6 @@ int64_t tiles(int64_t size) { return (size + SCALE_TILE - 1) / SCALE_TILE; }
 
 // How many rows or columns share a scale.
 int64_t lines(int64_t scales, int64_t size) { return scales == 1 || scales == size ? 1 : SCALE_TILE; }
-
-// An element of floats in FP32, by its distance from the first.
-float float_at(const Tensor& tensor, int64_t distance) {
-  if (tensor.code() == FP32) return tensor.as<const float>()[distance];
-  if (tensor.code() == BF16) return BFloat16::load(tensor.as<const uint16_t>()[distance]);
-  if (tensor.code() == FP16) return Float16::load(tensor.as<const uint16_t>()[distance]);
-  return float(tensor.as<const double>()[distance]);
-}
-
-// A bias in FP32 and contiguous; nullptr where there is none. Of a small one torch's copy would take longest to begin.
-class Bias {
- public:
-  explicit Bias(const Optional& bias) {
-    if (!bias) return;
-    const int64_t n = bias->sizes[0];
-    if (n > SMALL || (bias->code() == FP32 && bias->is_contiguous())) {
-      read_.emplace(contiguous(*bias, aoti_torch_dtype_float32()));
-      data_ = read_->as<const float>();
-    } else {
-      for (int64_t i = 0; i < n; ++i) small_[i] = float_at(*bias, i * bias->strides[0]);
-      data_ = small_;
-    }
-  }
-  Bias(const Bias&) = delete;
-  const float* data() const { return data_; }
-
- private:
-  static constexpr int64_t SMALL = 512;
-  std::optional<Read> read_;
-  const float* data_ = nullptr;
-  float small_[SMALL];
-};
 
 enum Axis { TENSOR, ROW, COLUMN };  // fp8_cast.cpp: what shares a scale
 
@@ -136,6 +105,24 @@ Owned times_weight(const Tensor& x, const Side& left, const Tensor& weight, cons
   return out;
 }
 
+// Block scales of an interleaved weight, or of a stack of them.
+void check_block_scales(const char* op, const Tensor& codes, const Tensor& block_scales, bool stack) {
+  const int64_t half = codes.size(-1);
+  const Shape shape = stack ? Shape{codes.sizes[0], codes.sizes[1], half / 8} : Shape{codes.sizes[0], half / 8};
+  check(op, "block_scales", block_scales, only(aoti_torch_dtype_float8_e4m3fn()), {shape}, CONTIGUOUS);
+}
+
+// grad [M, N] by an interleaved weight of `columns` columns, or a stack of them.
+void check_nvfp4_grad(const char* op, const Tensor& grad, const Tensor& codes, const Tensor& block_scales, int64_t columns, bool stack) {
+  const int64_t n = grad.sizes[1];
+  check(op, "codes", codes, only(aoti_torch_dtype_uint8()), {stack ? Shape{ANY, n, ANY} : Shape{n, ANY}}, CONTIGUOUS);
+  const int64_t half = codes.size(-1), more = 2 * half - columns;
+  if (half % 8 || more < 0 || more >= BLOCK)
+    refuse(op, "columns", "the K of a weight whose codes are [..., K/2], K padded to a multiple of 16: codes are " + shape_of(codes),
+           std::to_string(columns));
+  check_block_scales(op, codes, block_scales, stack);
+}
+
 // x [M, K] by an interleaved weight, or a stack of them.
 void check_nvfp4_weight(const char* op, const Tensor& x, const Tensor& codes, const Tensor& block_scales, bool stack) {
   check(op, "codes", codes, only(aoti_torch_dtype_uint8()), {stack ? Shape{ANY, ANY, ANY} : Shape{ANY, ANY}}, CONTIGUOUS);
@@ -144,8 +131,7 @@ void check_nvfp4_weight(const char* op, const Tensor& x, const Tensor& codes, co
     throw Refused(std::string("fp8_compile::") + op +
                   ": codes: x [M, K] times an NVFP4 weight of codes [..., K/2]: expected one K, in the weight padded to a "
                   "multiple of 16, got x " + shape_of(x) + " and codes " + shape_of(codes));
-  const Shape shape = stack ? Shape{codes.sizes[0], codes.sizes[1], half / 8} : Shape{codes.sizes[0], half / 8};
-  check(op, "block_scales", block_scales, only(aoti_torch_dtype_float8_e4m3fn()), {shape}, CONTIGUOUS);
+  check_block_scales(op, codes, block_scales, stack);
 }
 
 // kernels/experts.py: ROWS
@@ -168,6 +154,7 @@ void check_which(const char* op, const Tensor& x, const Tensor& codes, const Ten
 // kernels/delayed_scaling.py: Limits
 struct Limits { float saturated_above, small_below; int most_room; };
 Limits limits_of(double largest) {
+  if (largest == 2688.0) return {float(largest * (1.0 + 0x1p-4 / 1.75)), float(largest * 0x1p-12), 6};  // blocks of E2M1
   const bool wide = largest == 57344.0;
   const double significand = largest / std::exp2(std::floor(std::log2(largest)));
   const double half_step = (wide ? 0.125 : 0.0625) / significand;
@@ -332,10 +319,10 @@ void update_scales(const Tensor& amaxes, const Tensor& history, const Tensor& sc
   check(op, "counts", counts, only(aoti_torch_dtype_int32()), {{COUNTS, slots}}, CONTIGUOUS);
   check(op, "room", room, only(aoti_torch_dtype_int32()), {{1}}, CONTIGUOUS);
   check(op, "known", known, fp32(), {{2, slots}}, CONTIGUOUS);
-  if (largest != 448.0 && largest != 57344.0 && largest != 240.0) {
+  if (largest != 448.0 && largest != 57344.0 && largest != 240.0 && largest != 2688.0) {
     std::string got = std::to_string(largest);
     got.erase(std::min(got.find_last_not_of('0') + 1, got.size()));
-    refuse(op, "largest", "one of 448.0, 57344.0, 240.0", got.back() == '.' ? got + "0" : got);
+    refuse(op, "largest", "one of 448.0, 57344.0, 240.0, 2688.0", got.back() == '.' ? got + "0" : got);
   }
   const int which = check_word(op, "algorithm", algorithm, {"max", "most_recent", "p99", "frozen"});
   check_at_least(op, "interval", interval, 1);
@@ -459,6 +446,82 @@ Owned fp8_experts_mm(const Tensor& x, const Tensor& codes, const Tensor& scales,
                             index.as<const int64_t>(), grouped, y.data(), threads_for(1, 0)))
     refuse_which(op, experts, m, index.as<const int64_t>(), which.sizes[0], grouped);
   return y;
+}
+
+Owned fp8_mm_grad(const Tensor& grad, const Tensor& codes, const Tensor& scales) {
+  const char* op = "fp8_mm_grad";
+  check(op, "grad", grad, floats(), {{ANY, ANY}});
+  const int64_t m = grad.sizes[0], n = grad.sizes[1];
+  check(op, "codes", codes, all_formats(), {{n, ANY}});
+  const int64_t k = codes.sizes[1];
+  check(op, "scales", scales, fp32(), {{n}});
+  if (grad.code() < 0 || codes.dtype != aoti_torch_dtype_float8_e4m3fn()) throw NoKernel();
+  const Read read = with_contiguous_rows(grad), weight = contiguous(codes), by = contiguous(scales);
+  Owned out = new_tensor({m, k}, grad.dtype);
+  kernels().fp8_weight_grad_input(read->data, m, n, read->strides[0], grad.code(), weight.as<const uint8_t>(), by.as<const float>(), k,
+                                  out.data(), threads_for(m * n * k, FP8_WEIGHT_LEAST_PARALLEL));
+  return out;
+}
+
+Owned nvfp4_mm_grad(const Tensor& grad, const Tensor& codes, const Tensor& block_scales, const Tensor& global_scale,
+                    int64_t columns, const std::string& layout) {
+  const char* op = "nvfp4_mm_grad";
+  const int kind = check_word(op, "layout", layout, {"standard", "interleaved", "swizzled"});
+  if (kind != 1 || grad.dtype == aoti_torch_dtype_float64()) throw NoKernel();
+  check(op, "grad", grad, halves(), {{ANY, ANY}});
+  check_nvfp4_grad(op, grad, codes, block_scales, columns, false);
+  check(op, "global_scale", global_scale, floats(), {{}, {1}, {1, 1}});
+  const int64_t m = grad.sizes[0], n = grad.sizes[1];
+  const Read read = with_contiguous_rows(grad);
+  Owned out = new_tensor({m, columns}, grad.dtype);
+  const int64_t useful = 1 + m * n * columns / NVFP4_LEAST_PARALLEL;
+  kernels().nvfp4_grad_input(read->data, m, n, read->strides[0], grad.code(), codes.data, block_scales.data, columns,
+                             2 * codes.sizes[1], float_at(global_scale, 0), out.data(),
+                             int(std::min<int64_t>(useful, threads_for(useful, 2))));
+  return out;
+}
+
+Owned nvfp4_experts_mm_grad(const Tensor& grad, const Tensor& codes, const Tensor& block_scales, const Tensor& global_scale,
+                            const Tensor& which, const std::string& rows, int64_t columns, const std::string& layout) {
+  const char* op = "nvfp4_experts_mm_grad";
+  const int kind = check_word(op, "layout", layout, {"standard", "interleaved", "swizzled"});
+  const bool grouped = check_grouped(op, rows);
+  if (kind != 1) throw NoKernel();
+  check(op, "grad", grad, floats(), {{ANY, ANY}});
+  check_nvfp4_grad(op, grad, codes, block_scales, columns, true);
+  const int64_t m = grad.sizes[0], n = grad.sizes[1], experts = codes.sizes[0];
+  check(op, "global_scale", global_scale, floats(), {{experts}});
+  check_which(op, grad, codes, which, grouped);
+  if (grad.code() < 0) throw NoKernel();
+  const Read read = with_contiguous_rows(grad), global = contiguous(global_scale, float32());
+  const Read index = contiguous(which, aoti_torch_dtype_int64());
+  Owned out = new_tensor({m, columns}, grad.dtype);
+  if (kernels().nvfp4_experts_grad_input(read->data, m, n, read->strides[0], grad.code(), codes.as<const uint8_t>(),
+                                         block_scales.as<const uint8_t>(), global.as<const float>(), experts, columns,
+                                         2 * codes.sizes[2], index.as<const int64_t>(), grouped, out.data(), threads_for(1, 0)))
+    refuse_which(op, experts, m, index.as<const int64_t>(), which.sizes[0], grouped);
+  return out;
+}
+
+Owned fp8_experts_mm_grad(const Tensor& grad, const Tensor& codes, const Tensor& scales, const Tensor& which,
+                          const std::string& rows) {
+  const char* op = "fp8_experts_mm_grad";
+  const bool grouped = check_grouped(op, rows);
+  check(op, "grad", grad, floats(), {{ANY, ANY}});
+  const int64_t m = grad.sizes[0], n = grad.sizes[1];
+  check(op, "codes", codes, all_formats(), {{ANY, n, ANY}});
+  const int64_t experts = codes.sizes[0], k = codes.sizes[2];
+  check(op, "scales", scales, fp32(), {{experts, n}});
+  check_which(op, grad, codes, which, grouped);
+  if (grad.code() < 0 || codes.dtype != aoti_torch_dtype_float8_e4m3fn()) throw NoKernel();
+  const Read read = with_contiguous_rows(grad), weights = contiguous(codes), by = contiguous(scales);
+  const Read index = contiguous(which, aoti_torch_dtype_int64());
+  Owned out = new_tensor({m, k}, grad.dtype);
+  if (kernels().fp8_experts_grad_input(read->data, m, n, read->strides[0], grad.code(), weights.as<const uint8_t>(),
+                                       by.as<const float>(), experts, k, index.as<const int64_t>(), grouped, out.data(),
+                                       threads_for(1, 0)))
+    refuse_which(op, experts, m, index.as<const int64_t>(), which.sizes[0], grouped);
+  return out;
 }
 
 }  // namespace fp8

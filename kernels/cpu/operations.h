@@ -18,7 +18,9 @@ namespace fp8 {
 // The kernels that the operations call. They are compiled for an instruction set each, the operations for none.
 #define FP8_KERNELS(EACH)                                                                                         \
   EACH(fp8_scaled_mm) EACH(fp8_scaled_grouped_mm) EACH(fp8_scales) EACH(fp8_quantize) EACH(fp8_inputs)            \
-  EACH(fp8_delayed) EACH(fp8_update_scales) EACH(fp8_weight_mm) EACH(nvfp4_matmul) EACH(nvfp4_experts) EACH(fp8_experts)
+  EACH(fp8_delayed) EACH(fp8_update_scales) EACH(fp8_weight_mm) EACH(nvfp4_matmul) EACH(nvfp4_experts) EACH(fp8_experts) \
+  EACH(fp8_mx_mm) EACH(fp8_mx_quantize) EACH(fp8_nvfp4_train_mm) EACH(fp8_nvfp4_quantize)                           \
+  EACH(fp8_weight_grad_input) EACH(nvfp4_grad_input) EACH(nvfp4_experts_grad_input) EACH(fp8_experts_grad_input)
 struct Kernels {
 #define FP8_MEMBER(name) decltype(&::name) name;
   FP8_KERNELS(FP8_MEMBER)
@@ -54,5 +56,19 @@ Owned nvfp4_mm(const Tensor& x, const Tensor& codes, const Tensor& block_scales,
 Owned nvfp4_experts_mm(const Tensor& x, const Tensor& codes, const Tensor& block_scales, const Tensor& global_scale,
                        const Tensor& which, const std::string& rows, const std::string& layout);
 Owned fp8_experts_mm(const Tensor& x, const Tensor& codes, const Tensor& scales, const Tensor& which, const std::string& rows);
+Owned mx_mm(const Tensor& left, const Tensor& right, const Tensor& scale_left, const Tensor& scale_right,
+            const Optional& bias, int32_t out_dtype);
+Two quantize_mx(const Tensor& x, const std::vector<int64_t>& block);
+Owned nvfp4_train_mm(const Tensor& left, const Tensor& right, const Tensor& scale_left, const Tensor& scale_right,
+                     const Tensor& dequant_left, const Tensor& dequant_right, const Optional& bias, int32_t out_dtype);
+Two quantize_nvfp4(const Tensor& x, const Tensor& enc, const std::vector<int64_t>& block, bool transpose, bool rotated,
+                   const Optional& seed, int64_t stream, bool four_over_six);
+Owned fp8_mm_grad(const Tensor& grad, const Tensor& codes, const Tensor& scales);
+Owned nvfp4_mm_grad(const Tensor& grad, const Tensor& codes, const Tensor& block_scales, const Tensor& global_scale,
+                    int64_t columns, const std::string& layout);
+Owned nvfp4_experts_mm_grad(const Tensor& grad, const Tensor& codes, const Tensor& block_scales, const Tensor& global_scale,
+                            const Tensor& which, const std::string& rows, int64_t columns, const std::string& layout);
+Owned fp8_experts_mm_grad(const Tensor& grad, const Tensor& codes, const Tensor& scales, const Tensor& which,
+                          const std::string& rows);
 
 }  // namespace fp8

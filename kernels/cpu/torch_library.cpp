@@ -181,6 +181,9 @@ constexpr char QUANTIZE[] = "fp8_compile::quantize_formula";
 constexpr char QUANTIZE_INPUTS[] = "fp8_compile::quantize_inputs_formula", FP8_MM[] = "fp8_compile::fp8_mm_formula",
                NVFP4_MM[] = "fp8_compile::nvfp4_mm_formula", NVFP4_EXPERTS_MM[] = "fp8_compile::nvfp4_experts_mm_formula",
                FP8_EXPERTS_MM[] = "fp8_compile::fp8_experts_mm_formula";
+constexpr char FP8_MM_GRAD[] = "fp8_compile::fp8_mm_grad_formula", NVFP4_MM_GRAD[] = "fp8_compile::nvfp4_mm_grad_formula",
+               NVFP4_EXPERTS_MM_GRAD[] = "fp8_compile::nvfp4_experts_mm_grad_formula",
+               FP8_EXPERTS_MM_GRAD[] = "fp8_compile::fp8_experts_mm_grad_formula";
 
 struct Implementation {
   const char* name;
@@ -203,6 +206,14 @@ const Implementation IMPLEMENTATIONS[] = {
     {"nvfp4_mm", Boxed<&nvfp4_mm, NVFP4_MM>::function},
     {"nvfp4_experts_mm", Boxed<&nvfp4_experts_mm, NVFP4_EXPERTS_MM>::function},
     {"fp8_experts_mm", Boxed<&fp8_experts_mm, FP8_EXPERTS_MM>::function},
+    {"mx_mm", Boxed<&mx_mm>::function},
+    {"quantize_mx", Boxed<&quantize_mx>::function},
+    {"nvfp4_train_mm", Boxed<&nvfp4_train_mm>::function},
+    {"quantize_nvfp4", Boxed<&quantize_nvfp4>::function},
+    {"fp8_mm_grad", Boxed<&fp8_mm_grad, FP8_MM_GRAD>::function},
+    {"nvfp4_mm_grad", Boxed<&nvfp4_mm_grad, NVFP4_MM_GRAD>::function},
+    {"nvfp4_experts_mm_grad", Boxed<&nvfp4_experts_mm_grad, NVFP4_EXPERTS_MM_GRAD>::function},
+    {"fp8_experts_mm_grad", Boxed<&fp8_experts_mm_grad, FP8_EXPERTS_MM_GRAD>::function},
 };
 
 }  // namespace

@@ -26,7 +26,7 @@ struct Key {
     int32_t left_type, right_type, c_type, d_type, bias_type;  // bias_type: -1 without a bias
     int32_t left_by_k, right_by_k, fast_accumulation;
     int32_t alignment[5];  // of right, left, c, d and the bias
-    int32_t nothing;
+    int32_t block_scales;
     bool operator==(const Key& other) const { return !std::memcmp(this, &other, sizeof(Key)); }
 };
 static_assert(sizeof(Key) == 7 * 8 + 14 * 4, "a gap would be compared too");
@@ -147,6 +147,10 @@ class CublasLt {
         describe<int32_t>(plan.description, DESC_TRANSA, key.right_by_k ? OP_T : OP_N);
         describe<int32_t>(plan.description, DESC_TRANSB, key.left_by_k ? OP_N : OP_T);
         describe<int8_t>(plan.description, DESC_FAST_ACCUM, key.fast_accumulation != 0);
+        if (key.block_scales) {
+            describe<int32_t>(plan.description, DESC_A_SCALE_MODE, SCALE_VEC32_UE8M0);
+            describe<int32_t>(plan.description, DESC_B_SCALE_MODE, SCALE_VEC32_UE8M0);
+        }
         if (key.bias_type >= 0) {
             describe<int32_t>(plan.description, DESC_EPILOGUE, EPILOGUE_BIAS);
             describe<int32_t>(plan.description, DESC_BIAS_DATA_TYPE, key.bias_type);
@@ -233,21 +237,21 @@ void* fp8_cublaslt_open(void* library, int64_t most_plans) {
 const char* fp8_cublaslt_refusal() { return refusal.c_str(); }
 
 // left: [m, k], right: [k, n] with both strides; c, d: [m, n] with the stride of their rows, c may be null; types as
-// cuBLASLt numbers them. Returns 0 once the gemm is launched; REFUSED; NO_KERNEL; or, where the gemm needs a larger
-// workspace, how many bytes: nothing was launched then.
+// cuBLASLt numbers them; block_scales: the scales are bytes, one for each 32 values along k. Returns 0 once the gemm is
+// launched; REFUSED; NO_KERNEL; or, where the gemm needs a larger workspace, how many bytes: nothing was launched then.
 int64_t fp8_cublaslt_multiply(void* handle, int64_t m, int64_t n, int64_t k,
                               const void* left, int64_t left_stride, int64_t left_k_stride, int left_type,
                               const void* right, int64_t right_k_stride, int64_t right_stride, int right_type,
                               const void* scale_left, const void* scale_right, const void* bias, int bias_type,
                               const void* c, int64_t c_stride, int c_type, void* d, int64_t d_stride, int d_type,
-                              int fast_accumulation, void* workspace, int64_t workspace_bytes, void* stream) {
+                              int fast_accumulation, int block_scales, void* workspace, int64_t workspace_bytes, void* stream) {
     auto& library = *static_cast<CublasLt*>(handle);
     const bool left_by_k = left_k_stride == 1, right_by_k = right_k_stride == 1;
     const Key key = {m, n, k, left_by_k ? left_stride : left_k_stride, right_by_k ? right_stride : right_k_stride,
                      c ? c_stride : d_stride, d_stride, left_type, right_type, c ? c_type : d_type, d_type,
                      bias ? bias_type : -1, left_by_k, right_by_k, fast_accumulation,
                      {alignment_of(right), alignment_of(left), alignment_of(c ? c : d), alignment_of(d),
-                      bias ? alignment_of(bias) : 0}, 0};
+                      bias ? alignment_of(bias) : 0}, block_scales};
     const void* vectors[3] = {scale_right, scale_left, bias};  // of A, of B
     const std::lock_guard<std::mutex> waits(library.lock);
     try {

@@ -2,6 +2,9 @@
 
     d = left @ right * scale_left * scale_right + bias + c
 
+The scales are one number of FP32 each, or, where they are bytes, powers of two for each 32 values along K in the order
+of ``kernels/mx_swizzled.py`` (MXFP8, compute capability 10.x and 12.x).
+
 left: [M, K], right: [K, N] fp8, either dimension contiguous where the GPU can read it so (compute capability 10.x; K
 elsewhere); c, d: [M, N] bf16/fp16/fp32 with contiguous rows, c optional.
 
@@ -36,6 +39,8 @@ OP_N, OP_T = 0, 1
 EPILOGUE_BIAS = 4
 DESC_TRANSA, DESC_TRANSB, DESC_EPILOGUE, DESC_BIAS_POINTER, DESC_BIAS_DATA_TYPE = 3, 4, 7, 8, 26
 DESC_A_SCALE_POINTER, DESC_B_SCALE_POINTER, DESC_FAST_ACCUM = 17, 18, 25
+DESC_A_SCALE_MODE, DESC_B_SCALE_MODE = 31, 32
+SCALE_VEC32_UE8M0 = 2  # a byte for each 32 values along K; without the attribute, one number
 PREF_MAX_WORKSPACE_BYTES, PREF_MIN_ALIGNMENT = 1, (5, 6, 7, 8)  # of A, B, C, D
 
 WORKSPACE_BYTES = 32 << 20  # at most: what NVIDIA advises on Hopper and newer
@@ -109,6 +114,7 @@ class CublasLt:
             *((one.shape, one.stride(), one.dtype, _alignment(one)) for one in operands),
             None if bias is None else (bias.dtype, _alignment(bias)),
             fast_accumulation,
+            scale_left.dtype,
         )
         with self._lock:
             plan = self._known(key, operands, vectors, fast_accumulation)
@@ -150,6 +156,9 @@ class CublasLt:
             self._describe(description, DESC_TRANSA, ctypes.c_int32(OP_T if right_by_k else OP_N))
             self._describe(description, DESC_TRANSB, ctypes.c_int32(OP_N if left_by_k else OP_T))
             self._describe(description, DESC_FAST_ACCUM, ctypes.c_int8(fast_accumulation))
+            if vectors[0].dtype is torch.uint8:
+                for attribute in (DESC_A_SCALE_MODE, DESC_B_SCALE_MODE):
+                    self._describe(description, attribute, ctypes.c_int32(SCALE_VEC32_UE8M0))
             if bias is not None:
                 self._describe(description, DESC_EPILOGUE, ctypes.c_int32(EPILOGUE_BIAS))
                 self._describe(description, DESC_BIAS_DATA_TYPE, ctypes.c_int32(DATA_TYPES[bias.dtype]))

@@ -74,7 +74,7 @@ class CompiledCublasLt:
             d.data_ptr(),
             d.stride()[0],
             DATA_TYPES[d.dtype],
-            *(fast_accumulation, workspace.data_ptr(), size, stream),
+            *(fast_accumulation, scale_left.dtype is torch.uint8, workspace.data_ptr(), size, stream),
         )
         if status > 0:
             self._workspace_bytes = max(self._workspace_bytes, status)
@@ -116,7 +116,7 @@ def load(compiler: str) -> ctypes.CDLL:
     loaded.fp8_cublaslt_refusal.argtypes, loaded.fp8_cublaslt_refusal.restype = (), ctypes.c_char_p
     loaded.fp8_cublaslt_multiply.argtypes = (
         *(pointer, size, size, size, *operand, *operand, pointer, pointer, pointer, integer, *added, *added),
-        *(integer, pointer, size, pointer),
+        *(integer, integer, pointer, size, pointer),
     )
     loaded.fp8_cublaslt_multiply.restype = size
     return loaded

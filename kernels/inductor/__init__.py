@@ -9,10 +9,12 @@ from . import (
     loop_split,
     materialize,
     min_max,
+    mx_swizzled,
     peak_estimate,
     record_amax,
     relayout,
     sum_tiles,
+    tiles,
 )
 
 __all__ = [
@@ -21,8 +23,10 @@ __all__ = [
     "loop_split",
     "materialize",
     "min_max",
+    "mx_swizzled",
     "peak_estimate",
     "record_amax",
     "relayout",
     "sum_tiles",
+    "tiles",
 ]

@@ -1,10 +1,10 @@
-"""The lowering of ``kernels/gpu/cublaslt_mm.py``: a call that writes to memory which Inductor has planned."""
+"""The lowering of ``kernels/gpu/cublaslt_mm.py`` and ``cublaslt_mx_mm.py``: a call that writes to memory which Inductor
+has planned."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch._inductor import ir
 from torch._inductor.lowering import (
     add_layout_constraint,
@@ -15,6 +15,7 @@ from torch._inductor.lowering import (
 from torch._inductor.virtualized import V
 
 from fp8_compile.kernels.gpu.cublaslt_mm import cublaslt_mm_op, cublaslt_mm_out_op
+from fp8_compile.kernels.gpu.cublaslt_mx_mm import cublaslt_mx_mm_op, cublaslt_mx_mm_out_op
 
 
 def _in_memory_as_in_the_graph(fx_node: Any, *args: Any, **kwargs: Any) -> Any:
@@ -25,32 +26,29 @@ def _in_memory_as_in_the_graph(fx_node: Any, *args: Any, **kwargs: Any) -> Any:
     return constrain_to_fx_strides(fx_node, *args, **kwargs)
 
 
-add_layout_constraint(cublaslt_mm_op, _in_memory_as_in_the_graph)
-_fallback = fallback_handler(cublaslt_mm_op, add_to_fallback_set=False)
+def _register(op: Any, out_op: Any) -> None:
+    add_layout_constraint(op, _in_memory_as_in_the_graph)
+    fallback = fallback_handler(op, add_to_fallback_set=False)
+
+    @register_lowering(op, type_promotion_kind=None)
+    def lowering(
+        left: Any, right: Any, scale_left: Any, scale_right: Any, added: Any, bias: Any, out_dtype: Any, **options: Any
+    ) -> Any:
+        given = (left, right, scale_left, scale_right, added, bias)
+        # C++ knows no name to call it by, and asks Python; Inductor writes tensors first, then what is not one.
+        if V.graph.cpp_wrapper or (added is None and bias is not None):
+            return fallback(*given, out_dtype, **options)
+        tensors = [one for one in given if one is not None]
+        node = ir.ExternKernelOut(
+            layout=ir.FixedLayout(left.get_device(), out_dtype, [left.get_size()[0], right.get_size()[1]]),
+            inputs=[ir.ExternKernel.realize_input(tensor) for tensor in tensors],
+            constant_args=[None] * (len(given) - len(tensors)),
+            kwargs={"out_dtype": out_dtype, **options},
+            python_kernel_name=f"torch.ops.fp8_compile.{op.overloadpacket.__name__}.out",
+            op_overload=out_op,
+        )
+        return ir.TensorBox.create(node)
 
 
-@register_lowering(cublaslt_mm_op, type_promotion_kind=None)
-def _lowering(
-    left: Any,
-    right: Any,
-    scale_left: Any,
-    scale_right: Any,
-    added: Any,
-    bias: Any,
-    out_dtype: torch.dtype,
-    fast_accumulation: bool = False,
-) -> Any:
-    given = (left, right, scale_left, scale_right, added, bias)
-    # C++ knows no name to call it by, and asks Python; Inductor writes tensors first, then what is not one.
-    if V.graph.cpp_wrapper or (added is None and bias is not None):
-        return _fallback(*given, out_dtype, fast_accumulation)
-    tensors = [one for one in given if one is not None]
-    node = ir.ExternKernelOut(
-        layout=ir.FixedLayout(left.get_device(), out_dtype, [left.get_size()[0], right.get_size()[1]]),
-        inputs=[ir.ExternKernel.realize_input(tensor) for tensor in tensors],
-        constant_args=[None] * (len(given) - len(tensors)),
-        kwargs={"out_dtype": out_dtype, "fast_accumulation": fast_accumulation},
-        python_kernel_name="torch.ops.fp8_compile.cublaslt_mm.out",
-        op_overload=cublaslt_mm_out_op,
-    )
-    return ir.TensorBox.create(node)
+_register(cublaslt_mm_op, cublaslt_mm_out_op)
+_register(cublaslt_mx_mm_op, cublaslt_mx_mm_out_op)

@@ -1,22 +1,18 @@
 """The lowering of ``kernels/sum_tiles.py``: on a GPU a store with mode "tile_sum", elsewhere a call.
 
 The kernel works on square tiles of TILE_ROWS; each sums its columns and writes them once, so that the result never
-varies. The functions at the end teach Inductor that mode, for Triton, and change nothing for kernels without such a
-store. Where they do not fit the installed torch, the sums are a call on a GPU, too.
+varies. The function at the end prints that store; ``tiles.py`` says which kernels have tiles. Where they do not fit the
+installed torch, the sums are a call on a GPU, too.
 """
 
 from __future__ import annotations
 
-from typing import Any, Iterable
+from typing import Any
 
 import sympy
 import torch
 from torch._inductor.codegen.common import DeferredLine
-from torch._inductor.codegen.simd import SIMDScheduling
-from torch._inductor.codegen.triton import FixedTritonConfig
-from torch._inductor.dependencies import MemoryDep
 from torch._inductor.lowering import empty_strided, fallback_handler, register_lowering
-from torch._inductor.scheduler import SchedulerNode
 from torch._inductor.utils import sympy_subs
 from torch._inductor.virtualized import ops
 from torch.utils._sympy.functions import FloorDiv
@@ -26,7 +22,6 @@ from fp8_compile.torch_internals import patches
 
 from .scatter import scatter_into
 
-LAUNCH = FixedTritonConfig({"XBLOCK": TILE_ROWS, "YBLOCK": TILE_ROWS, "num_warps": 8, "num_stages": 1})
 TILE_SUM: Any = "tile_sum"  # a StoreMode
 _fallback = fallback_handler(sum_tiles_op, add_to_fallback_set=False)
 
@@ -68,48 +63,3 @@ def _store(self: Any, original: Any, name: str, index: Any, value: Any, mode: An
     place = f"{self.args.output(name)} + ({self.index_to_str(first)})"
     self.stores.writeline(DeferredLine(name, f"tl.store({place}, {sums}, {col_mask})"))
     self.outside_loop_vars.add(value)
-
-
-@patches.extends(
-    "tile_sum",
-    "torch._inductor.codegen.simd.SIMDScheduling.can_fuse_vertical",
-    "torch._inductor.codegen.simd.SIMDScheduling.can_fuse_horizontal",
-)
-def _can_fuse(self: Any, original: Any, node1: Any, node2: Any) -> bool:
-    """Sums of tiles go with what can be computed tile by tile: not with reductions, nor with another order of loops."""
-    nodes = [*node1.get_nodes(), *node2.get_nodes()]
-    tilings = _tilings(nodes)
-    if tilings and (len(set(tilings)) > 1 or not _in_tiles(nodes, tilings[0])):
-        return False
-    return bool(original(self, node1, node2))
-
-
-@patches.extends("tile_sum", "torch._inductor.choices.InductorChoices.triton_kernel_kwargs")
-def _triton_kernel_kwargs(
-    self: Any, original: Any, kernel: Any, features: Any, groups: list[Any], options: dict[str, Any]
-) -> dict[str, Any]:
-    """A kernel with sums of tiles has rows and columns for its two dimensions, and its blocks are the tiles."""
-    options = original(self, kernel, features, groups, options)
-    tilings = _tilings(nodes := features.scheduler_nodes())
-    if tilings:
-        assert len(set(tilings)) == 1 and _in_tiles(nodes, tilings[0]), f"{tilings} in one kernel"
-        groups[0] = SIMDScheduling.create_tiling(tilings[0], [sympy.S.One])
-        options["fixed_config"] = LAUNCH
-    return options
-
-
-def _tilings(nodes: Iterable[Any]) -> list[tuple[Any, ...]]:
-    """(M, N), or (N, M) where Inductor changed the order of loops, for each of the nodes that stores sums of tiles."""
-    return [tuple(node.get_ranges()[0]) for node in nodes if isinstance(node, SchedulerNode) and _sums_tiles(node)]
-
-
-def _sums_tiles(node: SchedulerNode) -> bool:
-    return any(isinstance(dep, MemoryDep) and dep.mode == TILE_SUM for dep in node.read_writes.writes)
-
-
-def _in_tiles(nodes: Iterable[Any], tiling: tuple[Any, ...]) -> bool:
-    """True if each node's loops can be split into the two of the tiling."""
-    groups = SIMDScheduling.create_tiling(tiling, [sympy.S.One])
-    nodes = list(nodes)
-    pointwise = not any(node.is_reduction() for node in nodes)
-    return pointwise and SIMDScheduling.tiling_is_compatible(nodes, sympy.prod(tiling), sympy.S.One, groups)

@@ -1,8 +1,9 @@
-"""The two operations that are FP8 gemms on a GPU, seen as one.
+"""The operations that are FP8 gemms on a GPU, seen as one.
 
     aten._scaled_mm          left @ right * scale_left * scale_right + bias            K contiguous, any scales
     fp8_compile.cublaslt_mm  left @ right * scale_left * scale_right + bias + added    any layout where the GPU can read
                                                                                        it, one scale per tensor
+    fp8_compile.cublaslt_mx_mm  the same with a scale for each 32 values along K
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import fx
 
 from fp8_compile.kernels.gpu.cublaslt_mm import cublaslt_mm_op
+from fp8_compile.kernels.gpu.cublaslt_mx_mm import cublaslt_mx_mm_op
 
 from .arguments import arguments
 from .emit import emit, value
@@ -34,10 +36,12 @@ class Fp8Gemm:
     out_dtype: torch.dtype
     fast_accumulation: bool
     added: fx.Node | None = None
+    is_mx: bool = False
 
     @property
-    def one_scale_each(self) -> bool:
-        return all(value(scale).numel() == 1 for scale in (self.scale_left, self.scale_right))
+    def can_add(self) -> bool:
+        """True if cuBLASLt has a gemm of these scales that adds a matrix."""
+        return self.is_mx or all(value(scale).numel() == 1 for scale in (self.scale_left, self.scale_right))
 
     def emit(
         self,
@@ -50,6 +54,9 @@ class Fp8Gemm:
         """Add the gemm as one node. ``by_cublaslt``: the operands' layout asks for it, or what is added does."""
         operands: tuple[fx.Node | None, ...] = (self.left, self.right, self.scale_left, self.scale_right)
         mark = Mark(kind=Kind.GEMM)
+        if self.is_mx:
+            operands = (*operands, self.added, self.bias)
+            return emit(graph, cublaslt_mx_mm_op, *operands, self.out_dtype, like=like, tags=tags, mark=mark)
         if by_cublaslt:
             options: dict[str, Any] = {"out_dtype": self.out_dtype, "fast_accumulation": self.fast_accumulation}
             operands = (*operands, self.added, self.bias)
@@ -61,8 +68,11 @@ class Fp8Gemm:
 
 def fp8_gemm(node: fx.Node) -> Fp8Gemm | None:
     """What a node asks for as an FP8 gemm; None if it is not one of ours (a model may have its own)."""
-    if not marked(node, Kind.GEMM) or node.target not in (scaled_mm_op, cublaslt_mm_op):
+    if not marked(node, Kind.GEMM) or node.target not in (scaled_mm_op, cublaslt_mm_op, cublaslt_mx_mm_op):
         return None
+    if node.target is cublaslt_mx_mm_op:
+        left, right, scale_left, scale_right, added, bias, dtype = arguments(node)
+        return Fp8Gemm(left, right, scale_left, scale_right, bias, dtype, False, added, is_mx=True)
     left, right, scale_left, scale_right, *added_and_bias = arguments(node)
     options: dict[str, Any] = dict(node.kwargs)
     added, bias = added_and_bias or (None, options.get("bias"))

@@ -11,7 +11,7 @@ from .roles import Role
 # By significand bits, for inputs and gradients. Measured (benchmarks/margins.py): SQNR stays the same to 0.01 dB on
 # normal, log-normal and row-scaled data, and the larger gradients of a short batch fit in. Weights change little in a
 # step.
-MARGINS = {3: 6, 4: 2}
+MARGINS = {2: 2, 3: 6, 4: 2}
 
 
 @dataclasses.dataclass(frozen=True)

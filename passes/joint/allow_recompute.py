@@ -42,7 +42,7 @@ def allow_recompute(graph: fx.Graph, gemm: fx.Node) -> None:
 
 
 def recompute_copy(graph: fx.Graph, q: fx.Node, *, like: fx.Node) -> fx.Node:
-    """The copy of q that a backward gemm reads until the graph is split."""
+    """The copy of q that a backward gemm reads until the graph is split, or of a tensor that backward quantizes."""
     mark = Mark(kind=Kind.RECOMPUTE_COPY)
     copy: fx.Node = inline(graph, _copy, q, like=like, mark=mark, tags=NEVER_SAVED)
     return copy
@@ -50,4 +50,7 @@ def recompute_copy(graph: fx.Graph, q: fx.Node, *, like: fx.Node) -> fx.Node:
 
 def _copy(q: torch.Tensor) -> torch.Tensor:
     # Not uint8, as relayouts have it: equal views would become one node, which can't have the marks of both.
-    return (q.view(torch.int8) | 0).view(q.dtype)
+    return (q.view(_INTEGERS[q.element_size()]) | 0).view(q.dtype)
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}

@@ -28,7 +28,10 @@ BLOCKS: dict[str, dict[Role, Block]] = {
     "tensorwise": {role: (WHOLE, WHOLE) for role in Role},
     "rowwise": {role: (1, WHOLE) for role in Role},
     "blockwise": {Role.INPUT: (1, TILE), Role.GRAD_OUTPUT: (1, TILE), Role.WEIGHT: (TILE, TILE)},
+    "mxfp8": {Role.INPUT: (1, 32), Role.GRAD_OUTPUT: (1, 32), Role.WEIGHT: (32, 32)},
+    "nvfp4": {Role.INPUT: (1, 16), Role.GRAD_OUTPUT: (1, 16), Role.WEIGHT: (16, 16)},
 }
+BLOCKS_ALONG_K = {"blockwise": TILE, "mxfp8": 32, "nvfp4": 16}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,8 +119,8 @@ def _group_reason(site: Matmul, rules: Rules) -> str | None:
     """Why a product of groups, whose sizes are known only when it runs, can't be an FP8 gemm."""
     if not isinstance(site, GroupedMatmul):
         return None
-    if rules.recipe == "blockwise":
-        return f"ragged groups: blocks of {TILE} would reach from one group into the next"
+    if rules.recipe in BLOCKS_ALONG_K:
+        return f"ragged groups: blocks of {BLOCKS_ALONG_K[rules.recipe]} would reach from one group into the next"
     if not rules.grouped:
         return f"ragged groups: torch has no FP8 gemm of them for {rules.target}"
     groups, m, n, k = site.shape
@@ -156,7 +159,8 @@ def _size_reason(site: Matmul, rules: Rules) -> str | None:
     for name, size in named.items():
         if isinstance(size, int) and size < rules.min_dim:
             return f"{name}={size} is below min_dim={rules.min_dim}"
-    if free_unbacked_symbols([m, n, k]) and (rules.alignment > 1 or rules.recipe in ("rowwise", "blockwise")):
+    many_scales = rules.recipe == "rowwise" or rules.recipe in BLOCKS_ALONG_K
+    if free_unbacked_symbols([m, n, k]) and (rules.alignment > 1 or many_scales):
         return "a size is known only when it runs"
     return None
 
@@ -177,8 +181,9 @@ def _plan(role: Role, rules: Rules) -> OperandPlan:
 def _with_padding(site: Matmul, left: OperandPlan, right: OperandPlan, rules: Rules) -> Rewrite | Skip:
     """Pad N and K to what the target wants where that pays; the number of tokens is always padded."""
     *_, n, k = site.shape
-    tiled = rules.recipe == "blockwise" and rules.alignment > 1
-    wanted = {"N": (n, rules.alignment), "K": (k, TILE if tiled else rules.alignment)}
+    along_k = BLOCKS_ALONG_K.get(rules.recipe, rules.alignment) if rules.alignment > 1 else 1
+    along_n = along_k if rules.recipe == "mxfp8" else rules.alignment
+    wanted = {"N": (n, along_n), "K": (k, along_k)}
     align, padded, growth = {"N": 1, "K": 1}, {}, {"N": 1.0, "K": 1.0}
     for dim, (size, multiple) in wanted.items():
         if statically_known_true(size % multiple == 0):

@@ -21,11 +21,12 @@ from fp8_compile.kernels.delayed_scaling import (
     record_op,
     update_op,
 )
-from fp8_compile.kernels.formats import format_of
-from fp8_compile.kernels.quantize import block_amax, quantize_op
+from fp8_compile.kernels.formats import E2M1, format_of
+from fp8_compile.kernels.nvfp4_training import global_scale_op
+from fp8_compile.kernels.quantize import WHOLE, block_amax, quantize_op
 from fp8_compile.kernels.stochastic_cast import cast_stochastic
 
-from ..graph.arguments import arguments
+from ..graph.arguments import arguments, input_of
 from ..graph.emit import emit, first_call, getitem, inline, replace_results
 from ..graph.marks import AMAX, Kind, Mark, mark_of, marked, set_mark
 from ..graph.relayouts import saved_relayouts
@@ -69,7 +70,7 @@ class DelayScales(GraphPass):
         self.pool, self.rule, self.look_first, self.stats, self.held = pool, rule, look_first, stats, held
 
     def run(self, graph: fx.Graph) -> PassReport:
-        nodes = graph.find_nodes(op="call_function", target=quantize_op)
+        nodes = delayed_nodes(graph)
         state = state_of(graph)
         if not state:
             return PassReport(0, "quantizes delayed")
@@ -86,8 +87,9 @@ class DelayScales(GraphPass):
 
     def _replace(self, graph: fx.Graph, node: fx.Node, index: int, table: TableInGraph, row: int) -> None:
         """Put the formula in the place of a quantize; all its nodes are marked with ``index``."""
-        x, dtype, block = arguments(node)
-        scales = Mark(kind=Kind.SCALES, quantize=(dtype, tuple(block)), delayed=index)
+        x, dtype, block = _tensor(node)
+        casts = node.target is quantize_op  # else only the scale is asked for, and there is no call for that alone
+        scales = Mark(kind=Kind.SCALES, quantize=(dtype, (block[0], block[1])), delayed=index if casts else None)
         cast = dataclasses.replace(scales, kind=Kind.CAST)
         backward = table.tags if table.tags == _tag(BACKWARD) else {}
         with graph.inserting_before(node):
@@ -97,20 +99,42 @@ class DelayScales(GraphPass):
                 known = (quant_scale, amax, table.largest)
                 quant_scale, dequant_scale = inline(graph, _look_first, *known, like=node, mark=scales)
                 for which, scale in ((QUANT, quant_scale), (DEQUANT, dequant_scale)):
-                    set_mark(scale, scale=which)
+                    if casts:
+                        set_mark(scale, scale=which)
                     scale.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-            if mark_of(node).stochastic:
+            if not casts:
+                q = quant_scale
+            elif mark_of(node).stochastic:
                 q = inline(graph, cast_stochastic, x, quant_scale, dtype, like=node)
             else:
                 q = inline(graph, cast_delayed, x, quant_scale, dtype, like=node, mark=cast)
             if mark_of(node).saved:
                 q.meta["recompute"] = CheckpointPolicy.MUST_SAVE
             counted = None
-            if self.stats:
+            if self.stats and casts:
                 counted = inline(graph, count, x, q, quant_scale, dequant_scale, table.largest, like=node)
-        set_mark(amax, scale=AMAX)
+        if casts:
+            set_mark(amax, scale=AMAX)
         table.record(row, amax, counted)
         replace_results(graph, node, (q, dequant_scale))
+
+
+def delayed_nodes(graph: fx.Graph) -> list[fx.Node]:
+    """What takes its scale from the state: FP8 quantizes, and the scales of whole tensors in NVFP4."""
+    return [node for node in graph.nodes if node.target in (quantize_op, global_scale_op)]
+
+
+def largest_of(node: fx.Node) -> float:
+    """The value that the largest magnitude of a tensor becomes."""
+    return E2M1.max if node.target is global_scale_op else format_of(arguments(node)[1]).max
+
+
+def _tensor(node: fx.Node) -> tuple[fx.Node, torch.dtype, list[int]]:
+    """What a node scales: the tensor, its format, and the blocks that share a scale."""
+    if node.target is global_scale_op:
+        return input_of(node), E2M1.dtype, [WHOLE, WHOLE]
+    x, dtype, block = arguments(node)
+    return x, dtype, block
 
 
 class TablesInGraph:
@@ -131,7 +155,7 @@ class TablesInGraph:
             return None
         key = self.pool.direction(use), place.table
         if key not in self.tables:
-            largest = format_of(arguments(quantize)[1]).max
+            largest = largest_of(quantize)
             self.tables[key] = TableInGraph(self.graph, *key, self.state, self.rule, largest, held=self.held)
         return self.tables[key], place.row
 

@@ -6,10 +6,11 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from fp8_compile.kernels.nvfp4_training import global_scale, global_scale_op
 from fp8_compile.kernels.quantize import Block, cast, quantize_op, scales, spread
 from fp8_compile.kernels.stochastic_cast import cast_stochastic
 
-from ..graph.arguments import arguments
+from ..graph.arguments import arguments, input_of
 from ..graph.emit import inline, replace_results
 from ..graph.marks import Kind, Mark, mark_of, set_mark
 from ..graph_pass import GraphPass, PassReport
@@ -30,7 +31,7 @@ class LowerQuantizes(GraphPass):
     packed FP8 weights (``quantize_inputs``) stay one call on a CPU.
     """
 
-    leaves_no = (quantize_op,)
+    leaves_no = (quantize_op, global_scale_op)
 
     def __init__(self, target: str = "cpu") -> None:
         self.target = target
@@ -41,8 +42,15 @@ class LowerQuantizes(GraphPass):
             with graph.inserting_before(node):
                 results = _lowered(graph, node)
             replace_results(graph, node, results)
+        whole = graph.find_nodes(op="call_function", target=global_scale_op)
+        for node in whole:
+            with graph.inserting_before(node):
+                scales = inline(graph, global_scale, input_of(node), like=node)
+            for scale in scales:
+                scale.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            replace_results(graph, node, scales)
         inputs = lower_quantize_inputs(graph) if self.target != "cpu" else 0
-        return PassReport(len(nodes) + inputs, "quantizes lowered")
+        return PassReport(len(nodes) + len(whole) + inputs, "quantizes lowered")
 
 
 def _lowered(graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, fx.Node]:

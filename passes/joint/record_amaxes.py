@@ -7,16 +7,16 @@ from typing import Any
 from torch import fx
 from torch.fx.node import map_arg
 
-from fp8_compile.kernels.quantize import block_amax, quantize_op
+from fp8_compile.kernels.quantize import WHOLE, block_amax
 
-from ..graph.arguments import arguments
+from ..graph.arguments import input_of
 from ..graph.emit import emit, inline
 from ..graph.roles import Names
 from ..graph.rules import Rules
 from ..graph.slot import SlotPool, state_of
 from ..graph.update_rule import UpdateRule
 from ..graph_pass import GraphPass, PassReport
-from .delay_scales import TablesInGraph
+from .delay_scales import TablesInGraph, delayed_nodes
 from .rewrite_matmuls import RewriteMatmuls
 from .share_quantizes import ShareQuantizes
 
@@ -44,16 +44,15 @@ class RecordAmaxes(GraphPass):
         rewritten, original = _copy(graph)
         RewriteMatmuls(self.rules, self.names, strict=False).run(rewritten)
         ShareQuantizes().run(rewritten)
-        quantizes = rewritten.find_nodes(op="call_function", target=quantize_op)
+        quantizes = delayed_nodes(rewritten)
         tables = TablesInGraph(graph, self.pool, self.rule, state, held=self.held)
         for node in quantizes:
             if (place := tables.place(node)) is None:
                 continue
             table, row = place
-            tensor, _, block = arguments(node)
-            x = _here(graph, tensor, original)
+            x = _here(graph, input_of(node), original)
             with graph.inserting_before(graph.output_node()):
-                table.record(row, inline(graph, block_amax, x, block, like=x), None)
+                table.record(row, inline(graph, block_amax, x, [WHOLE, WHOLE], like=x), None)
         for table in tables.tables.values():
             table.finish(stats=False, made=[])
         return PassReport(len(quantizes), "amaxes recorded")

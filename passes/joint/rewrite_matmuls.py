@@ -25,6 +25,7 @@ from ..graph.views import untransposed
 from ..graph_pass import GraphPass, PassReport
 from .decide import OperandPlan, Rewrite, Skip, decide
 from .find_matmuls import find_matmuls, operands_of
+from .rewrite_block_scaled import PRODUCTS, Site
 from .rewrite_grouped import GroupedEditor
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -101,6 +102,9 @@ class _Editor:
 
     def _product(self, left: fx.Node, right: fx.Node, part: int | None = None) -> fx.Node:
         """``[M, K] @ [K, N]`` in the dtype of the original; ``part``: which product of a stack."""
+        if self.rules.recipe in PRODUCTS:
+            place = Site(self.graph, self.site, self.plan, self.rules, part)
+            return PRODUCTS[self.rules.recipe](place, left, right, self.bias, self.wanted)
         q_left, scale_left = self._operand(left, self.plan.left, part, is_left=True)
         q_right, scale_right = self._operand(right, self.plan.right, part, is_left=False)
         # FP22 accumulation is enough for activations; gradients are summed exactly, as the peers do.

@@ -9,6 +9,8 @@ import torch
 from torch import fx
 
 from fp8_compile.kernels.fp8_inputs import quantize_inputs_op
+from fp8_compile.kernels.mxfp8 import quantize_mx_op
+from fp8_compile.kernels.nvfp4_training import global_scale_op, quantize_nvfp4_op
 from fp8_compile.kernels.quantize import quantize_op
 
 from ..graph.marks import mark_of, set_mark
@@ -17,7 +19,7 @@ from ..graph_pass import GraphPass, PassReport
 
 aten = torch.ops.aten
 
-QUANTIZES = (quantize_op, quantize_inputs_op)
+QUANTIZES = (quantize_op, quantize_inputs_op, quantize_mx_op, quantize_nvfp4_op, global_scale_op)
 SHARED_OPS = {
     *QUANTIZES,
     operator.getitem,

@@ -26,7 +26,8 @@ class AddInGemm(GraphPass):
     After:   y = view(fp8_compile.cublaslt_mm(qa, qb, sa, sb, view(x, [-1, N]), bias, bf16), [B, T, N])
 
     Only where x is in memory anyway: were it computed in the addition's own kernel, it would have to be written for
-    the gemm to read it. And only with one scale per tensor: rowwise and blockwise gemms of torch are other kernels.
+    the gemm to read it. And only with one scale per tensor or in MXFP8: rowwise and blockwise gemms of torch are other
+    kernels.
     """
 
     def run(self, graph: fx.Graph) -> PassReport:
@@ -65,7 +66,7 @@ def _gemm_before(node: fx.Node) -> list[fx.Node]:
     while is_call_of(chain[-1], RESHAPES):
         chain.append(input_of(chain[-1]))
     gemm = fp8_gemm(chain[-1])
-    free = gemm is not None and gemm.one_scale_each and gemm.added is None
+    free = gemm is not None and gemm.can_add and gemm.added is None
     return chain if free and all(len(one.users) == 1 for one in chain) else []
 
 

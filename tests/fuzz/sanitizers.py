@@ -162,6 +162,47 @@ class Fuzzer:
         made = self.floats(rows * cols) if rows * cols else None  # as torch has it: nothing is nowhere
         return made, cols if rows > 1 else 0, 1 if cols > 1 else 0, shared
 
+    def fp8_mx_mm(self) -> None:
+        m, n, k, dtype = self.size(), self.size(), self.random.choice(DEEP), self.dtype()
+        left, right = ((*self.codes(lines, k), *self._block_scales(lines, k, 32)) for lines in (m, n))
+        bias = self.floats(n) if self.random.random() < 0.5 else None
+        out, out_stride = self.matrix(m, n, dtype)
+        self.call("fp8_mx_mm", m, n, k, *left, *right, bias, out, dtype, out_stride, self.threads())
+
+    def _block_scales(self, lines: int, k: int, size: int) -> tuple[np.ndarray, int, int, int]:
+        """Scales of blocks along k, of each line or of square tiles; strides, along k too; lines that share."""
+        blocks, shared = -(-k // size), self.random.choice((1, size))
+        return self.bytes(-(-lines // shared) * blocks), blocks, 1, shared
+
+    def fp8_mx_quantize(self) -> None:
+        rows, cols, dtype = self.size(), self.size(), self.dtype()
+        down, across = self.random.choice(((1, 32), (32, 1), (32, 32)))
+        x, stride = self.matrix(rows, cols, dtype)
+        scales = self.bytes(-(-rows // down) * -(-cols // across))
+        given = (x, dtype, rows, cols, stride, down, across)
+        self.call("fp8_mx_quantize", *given, self.bytes(rows * cols), scales, self.threads())
+
+    def fp8_nvfp4_train_mm(self) -> None:
+        m, n, k, dtype = self.size(), self.size(), -(-self.random.choice(DEEP) // 16) * 16, self.dtype()
+        sides = []
+        for lines in (m, n):
+            codes, stride = self.matrix(lines, k // 2, 0)
+            sides.append((self.bytes(codes.size), stride, *self._block_scales(lines, k, 16)))
+        bias = self.floats(n) if self.random.random() < 0.5 else None
+        out, out_stride = self.matrix(m, n, dtype)
+        given = (*sides[0], *sides[1], self.floats(1), self.floats(1), bias)
+        self.call("fp8_nvfp4_train_mm", m, n, k, *given, out, dtype, out_stride, self.threads())
+
+    def fp8_nvfp4_quantize(self) -> None:
+        rows, k, dtype = self.size(), self.size(), self.dtype()
+        transposed, tiles, rotated, both = (self.random.randrange(2) for _ in range(4))
+        x, stride = self.matrix(*((k, rows) if transposed else (rows, k)), dtype)
+        seed = self.numbers.integers(0, 2**62, 1) if self.random.random() < 0.5 else None
+        blocks = -(-k // 16)
+        made = self.bytes(rows * blocks * 8), self.bytes(-(-rows // (16 if tiles else 1)) * blocks)
+        given = (x, dtype, rows, k, stride, transposed, float(self.random.choice((1.0, 500.0, 3e38))))
+        self.call("fp8_nvfp4_quantize", *given, tiles, rotated, seed, 3, both, *made, self.threads())
+
     def fp8_scaled_grouped_mm(self) -> None:
         groups, along = self.random.choice((0, 1, 2, 3, 8)), self.random.randrange(2)
         m, n, k = self.size(), self.size(), self.size()

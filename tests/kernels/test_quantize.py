@@ -19,6 +19,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 each_block = pytest.mark.parametrize("block", BLOCKS, ids=lambda block: "x".join(map(str, block)))
 each_format = pytest.mark.parametrize("format", reference.FORMATS, ids=lambda format: format.name)
 E4M3 = reference.E4M3
+LARGEST = torch.finfo(torch.float32).max
 
 
 def check(x: torch.Tensor, format: reference.Fp8, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -199,13 +200,15 @@ def test_any_matrix_of_any_layout_is_bit_equal_to_the_reference(x, format, block
 
 
 @hypothesis.given(x=matrices(), format=st.sampled_from(reference.FORMATS), block=st.sampled_from(BLOCKS))
+@hypothesis.example(x=torch.tensor([[LARGEST]]), format=reference.E4M3, block=TENSOR)
 def test_a_block_is_nan_throughout_if_and_only_if_something_in_it_was_not_finite(x, format, block) -> None:
     q, dequant_scale = quantize(x, format.dtype, block)
     holds_bad = block_amax((~x.isfinite()).float(), block) > 0
     assert torch.equal(dequant_scale.isnan(), holds_bad)
     restored = dequantize(q, dequant_scale, block)
     assert torch.equal(restored.isnan(), spread(holds_bad, x.shape, block).expand_as(x))
-    assert not restored.isinf().any()
+    # Within three units in the last place of FP32's largest number, F times the rounded scale may pass it.
+    assert not (restored.isinf() & (x.float().abs() < LARGEST * (1 - 2**-21))).any()
 
 
 @hypothesis.given(

@@ -15,7 +15,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8_compile.kernels import delayed_scaling, experts, fp8_inputs, fp8_weight  # noqa: F401  define operations
+from fp8_compile.kernels import (  # noqa: F401  define operations
+    delayed_scaling,
+    experts,
+    fp8_inputs,
+    fp8_weight,
+    mxfp8,
+    nvfp4_training,
+)
 from fp8_compile.kernels.cpu import (  # noqa: F401
     nvfp4,
     quantize,
@@ -78,10 +85,38 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
         "x": torch.ones(M, K), "codes": fp8(E, N, K), "scales": torch.ones(E, N), "which": torch.tensor([1, 2, 5]),
         "rows": "grouped",
     },
+    "fp8_mm_grad": lambda: {"grad": torch.ones(M, N), "codes": fp8(N, K), "scales": torch.ones(N)},
+    "nvfp4_mm_grad": lambda: {
+        "grad": torch.ones(M, N), "codes": nibbles(N, K // 2), "block_scales": fp8(N, K // 16),
+        "global_scale": torch.ones(()), "columns": K, "layout": "interleaved",
+    },
+    "nvfp4_experts_mm_grad": lambda: {
+        "grad": torch.ones(M, N), "codes": nibbles(E, N, K // 2), "block_scales": fp8(E, N, K // 16),
+        "global_scale": torch.ones(E), "which": torch.tensor([0, 2, 1, 0, 2]), "rows": "gathered", "columns": K,
+        "layout": "interleaved",
+    },
+    "fp8_experts_mm_grad": lambda: {
+        "grad": torch.ones(M, N), "codes": fp8(E, N, K), "scales": torch.ones(E, N), "which": torch.tensor([1, 2, 5]),
+        "rows": "grouped",
+    },
     "update_scales_": lambda: {
         "amaxes": torch.ones(7), "history": torch.ones(7, 4), "scales": torch.ones(2, 7),
         "counts": torch.zeros(10, 7, dtype=torch.int32), "room": torch.zeros(1, dtype=torch.int32),
         "known": torch.ones(2, 7), "largest": 448.0, "algorithm": "max", "interval": 1,
+    },
+    "mx_mm": lambda: {
+        "left": fp8(M, K), "right": fp8(K, N), "scale_left": nibbles(M, K // 32), "scale_right": nibbles(K // 32, N),
+        "bias": torch.ones(N), "out_dtype": BF16,
+    },
+    "quantize_mx": lambda: {"x": torch.ones(M, K), "block": [1, 32]},
+    "nvfp4_train_mm": lambda: {
+        "left": nibbles(M, K // 2), "right": nibbles(N, K // 2), "scale_left": fp8(M, K // 16),
+        "scale_right": fp8(N, K // 16), "dequant_left": torch.ones(1, 1), "dequant_right": torch.ones(1, 1),
+        "bias": torch.ones(N), "out_dtype": BF16,
+    },
+    "quantize_nvfp4": lambda: {
+        "x": torch.ones(M, K), "enc": torch.ones(1, 1), "block": [1, 16], "transpose": False, "rotated": True,
+        "seed": torch.tensor([1]), "stream": 0, "four_over_six": False,
     },
     **{
         op: lambda: {"amaxes": torch.ones(7), "recorded": [torch.ones(()), torch.ones(1, 1)], "rows": [3, 0]}
@@ -121,6 +156,21 @@ MORE: dict[str, list[tuple[str, str, Any]]] = {
         ("scale_right", "of too few groups", torch.ones(E - 1, 1, N)),
         ("out_dtype", "no float", torch.int8),
     ],
+    "mx_mm": [
+        ("scale_left", "of fewer rows", nibbles(M - 1, K // 32)),
+        ("scale_right", "of other blocks", nibbles(K // 16, N)),
+        ("out_dtype", "no float", torch.int8),
+    ],
+    "quantize_mx": [("block", str(block), block) for block in ([1, 16], [0, 32], [-1, -1])],
+    "quantize_nvfp4": [
+        *(("block", str(block), block) for block in ([16, 1], [1, 32], [-1, 16])),
+        ("seed", "two", torch.tensor([1, 2])),
+    ],
+    "nvfp4_train_mm": [
+        ("left", "half a block", nibbles(M, K // 2 + 4)),
+        ("scale_right", "of fewer rows", fp8(N - 1, K // 16)),
+        ("out_dtype", "no float", torch.int8),
+    ],
     "nvfp4_mm": [
         ("codes", "not interleaved: strides", nibbles(K // 2, N).t()),
         ("codes", "half a block", nibbles(N, K // 2 + 4)),
@@ -135,6 +185,22 @@ MORE: dict[str, list[tuple[str, str, Any]]] = {
         ("layout", "unknown", "upside down"),
     ],
     "fp8_experts_mm": [
+        *(("which", str(w), torch.tensor(w)) for w in ([1, 2, 6], [3, 1, 5], [-1, 2, 3], [2**40, 2**41, 2**42])),
+        ("rows", "unknown", "sorted"),
+    ],
+    "nvfp4_mm_grad": [
+        ("codes", "strides", nibbles(K // 2, N).t()),
+        ("columns", "too many", K + 1),
+        ("columns", "too few", K - 16),
+        ("layout", "unknown", "upside down"),
+    ],
+    "nvfp4_experts_mm_grad": [
+        *(("which", str(w), torch.tensor(w)) for w in ([0, 1, 2, 3, 0], [0, 0, 0, 0, -4], [2**40, 0, 0, 0, 0])),
+        ("columns", "too many", K + 1),
+        ("rows", "unknown", "sorted"),
+        ("layout", "unknown", "upside down"),
+    ],
+    "fp8_experts_mm_grad": [
         *(("which", str(w), torch.tensor(w)) for w in ([1, 2, 6], [3, 1, 5], [-1, 2, 3], [2**40, 2**41, 2**42])),
         ("rows", "unknown", "sorted"),
     ],
@@ -167,11 +233,14 @@ MORE: dict[str, list[tuple[str, str, Any]]] = {
 }
 # What is not wrong, though it is different.
 ALLOWED = {
-    *((op, "x", "device") for op in ("scales", "quantize")),  # the only tensor
+    *((op, "x", "device") for op in ("scales", "quantize", "quantize_mx")),  # the only tensor
+    *((op, "x", what) for op in ("quantize_mx", "quantize_nvfp4") for what in ("shorter", "longer", "nothing")),
     *((op, "x", what) for op in ("scales", "quantize", "cast") for what in ("shorter", "longer", "nothing")),
     *(("quantize_inputs", "x", what) for what in ("shorter", "longer", "nothing")),
     *(("update_scales_", "history", what) for what in ("shorter", "longer")),
     *((op, "x", "shorter") for op in ("nvfp4_mm", "nvfp4_experts_mm")),  # K of the weight is a multiple of 16
+    *(("fp8_mm_grad", "codes", what) for what in ("shorter", "longer", "nothing")),
+    *(("fp8_experts_mm_grad", "codes", what) for what in ("shorter", "longer", "nothing")),
     *(("quantize_delayed", "x", f"{what} dimensions") for what in ("more", "fewer")),
     *(("quantize_delayed", "x", what) for what in ("shorter", "longer", "nothing")),
     *((op, "quant_scale", "fewer dimensions") for op in ("quantize_delayed", "quantize_delayed_mm")),

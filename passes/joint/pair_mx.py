@@ -1,0 +1,157 @@
+"""Have MXFP8 operands quantized, and their scales ordered, the way gemms of a Blackwell GPU read them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.utils.checkpoint import CheckpointPolicy
+
+from fp8_compile.kernels.gpu.cublaslt_mx_mm import cublaslt_mx_mm_op
+from fp8_compile.kernels.mx_swizzled import quantize_mx_swizzled_op
+from fp8_compile.kernels.mxfp8 import SIZE, mx_mm_op, quantize_mx_op
+
+from ..graph.arguments import arguments, input_of
+from ..graph.emit import emit, getitem, inline, policy_of, value
+from ..graph.marks import Kind, Mark, mark_of
+from ..graph.roles import Role
+from ..graph.views import untransposed
+from ..graph_pass import GraphPass, PassReport
+
+aten = torch.ops.aten
+
+Q, SCALE, SCALE_T = 0, 1, 2  # results of quantize_mx_swizzled
+
+
+class PairMx(GraphPass):
+    """Replace quantizes and gemms in MXFP8 by those that a GPU has.
+
+    Before:  q, s = quantize_mx(x, [1, 32]);  q', s' = quantize_mx(x, [32, 1])
+             y = mx_mm(q, permute(qw), s, permute(sw), None, bf16)
+             dw = mx_mm(permute(qg), q', permute(sg), s', None, bf16)
+    After:   q, s, _ = quantize_mx_swizzled(x, [1, 32]);  q', _, s' = quantize_mx_swizzled(x, [32, 1])
+             y = cublaslt_mx_mm(q, permute(qw), s, sw, None, None, bf16)
+             dw = cublaslt_mx_mm(permute(qg), q', sg, s', None, None, bf16)
+
+    Each quantize is a store in the kernel that computes its tensor. Both of a tensor's are in one kernel, with one
+    read, if they are in the same half of the graph: forward makes what a weight's gradient reads of an input, and saves
+    that instead of the input itself, unless backward computes the input anyway, such as an activation from what its own
+    gradient needs. What is not a multiple of 32 is filled up with zeros, on the way into that kernel.
+
+    Where gemms want K contiguous, codes along columns are written transposed, and a weight's tiles once in each layout.
+    """
+
+    leaves_no = (quantize_mx_op, mx_mm_op)
+
+    def __init__(self, *, needs_k_contiguous: bool) -> None:
+        self.needs_k_contiguous = needs_k_contiguous
+
+    def run(self, graph: fx.Graph) -> PassReport:
+        gemms = graph.find_nodes(op="call_function", target=mx_mm_op)
+        quantizes = _Quantizes(graph, self.needs_k_contiguous)
+        for gemm in gemms:
+            _replace(graph, gemm, quantizes)
+        return PassReport(len(gemms), "MXFP8 gemms whose operands are stored as the GPU reads them")
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """One side of a gemm: the quantize, whether the gemm reads its matrix transposed, and whether K goes down it."""
+
+    quantize: fx.Node
+    flipped: bool
+    k_down: bool  # K is the index of rows of the quantized matrix
+
+
+class _Quantizes:
+    """The quantizes of a graph, each made once for all gemms that read it."""
+
+    def __init__(self, graph: fx.Graph, needs_k_contiguous: bool) -> None:
+        self.graph, self.needs_k_contiguous = graph, needs_k_contiguous
+        self.made: dict[tuple[fx.Node, bool], tuple[fx.Node, ...]] = {}
+
+    def operand(self, operand: Operand, gemm: fx.Node) -> tuple[fx.Node, fx.Node]:
+        """Codes and scales of one side."""
+        transposed = self.needs_k_contiguous and operand.k_down
+        key = operand.quantize, transposed
+        if key not in self.made:
+            with self.graph.inserting_before(operand.quantize):
+                self.made[key] = self._make(operand, transposed, gemm)
+        results = self.made[key]
+        q = results[Q]
+        if operand.flipped:
+            q = emit(self.graph, aten.permute.default, q, [1, 0], like=gemm)
+        return q, results[SCALE_T if operand.k_down else SCALE]
+
+    def _make(self, operand: Operand, transposed: bool, gemm: fx.Node) -> tuple[fx.Node, ...]:
+        node = operand.quantize
+        x, block = arguments(node)
+        tags = _policy(node, gemm)
+        x = _filled(self.graph, x, like=node)
+        kept = Mark(use=mark_of(node).use)
+        both = emit(self.graph, quantize_mx_swizzled_op, x, block, transposed, like=node, tags=tags, mark=kept)
+        results = tuple(getitem(self.graph, both, index) for index in range(3))
+        for result in results:
+            result.meta.update(tags)
+        return results
+
+
+def _policy(quantize: fx.Node, gemm: fx.Node) -> dict[str, CheckpointPolicy]:
+    """Forward saves what a backward gemm reads of a tensor of forward, unless backward shall make it again."""
+    use = mark_of(quantize).use
+    if "recompute" in quantize.meta or use is None:  # a checkpointed layer, or cheap to make
+        return {}
+    if mark_of(gemm).gemm == "output" or use.role is Role.GRAD_OUTPUT:
+        return {}
+    return {"recompute": CheckpointPolicy.MUST_SAVE}
+
+
+def _replace(graph: fx.Graph, gemm: fx.Node, quantizes: _Quantizes) -> None:
+    left, right, *_, bias, dtype = arguments(gemm)
+    with graph.inserting_before(gemm):
+        q_left, scale_left = quantizes.operand(_operand(left, is_left=True), gemm)
+        q_right, scale_right = quantizes.operand(_operand(right, is_left=False), gemm)
+        m, n = value(gemm).shape
+        if bias is not None and not _is_full(n):
+            bias = inline(graph, _fill_vector, bias, like=gemm)
+        operands = (q_left, q_right, scale_left, scale_right, None, bias, dtype)
+        mark = Mark(kind=Kind.GEMM)
+        result = emit(graph, cublaslt_mx_mm_op, *operands, like=gemm, tags=policy_of(gemm), mark=mark)
+        if not _is_full(m) or not _is_full(n):
+            result = inline(graph, _cut, result, left, right, like=gemm)
+    gemm.replace_all_uses_with(result)
+    graph.erase_node(gemm)
+
+
+def _operand(node: fx.Node, *, is_left: bool) -> Operand:
+    base, flipped = untransposed(node)
+    quantize = input_of(base)
+    assert quantize.target is quantize_mx_op, quantize.format_node()
+    return Operand(quantize, flipped, k_down=flipped == is_left)
+
+
+def _is_full(size: int | torch.SymInt) -> bool:
+    return statically_known_true(size % SIZE == 0)
+
+
+def _filled(graph: fx.Graph, x: fx.Node, *, like: fx.Node) -> fx.Node:
+    """x with rows and columns of zeros, up to multiples of 32."""
+    if all(map(_is_full, value(x).shape)):
+        return x
+    filled: fx.Node = inline(graph, _fill, x, like=like)
+    return filled
+
+
+def _fill(x: torch.Tensor) -> torch.Tensor:
+    rows, cols = x.shape
+    return torch.nn.functional.pad(x, (0, -cols % SIZE, 0, -rows % SIZE))
+
+
+def _fill_vector(bias: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.pad(bias, (0, -bias.shape[0] % SIZE))
+
+
+def _cut(y: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    return y[: left.shape[0], : right.shape[1]]
