@@ -25,6 +25,7 @@ BACKWARD_FORMATS = {
     "nvfp4": "e2m1",
 }
 # Recipes that have one format for everything.
+KEEP_LAST = {"nvfp4": 0.15}  # of equal blocks
 ONE_FORMAT = {"mxfp8": "e4m3", "nvfp4": "e2m1"}
 GLOBAL_SCALES = ("delayed", "exact")
 # Fields that only delayed scaling and the training hooks read.
@@ -44,6 +45,8 @@ class Config:
     recipe: str = "delayed"
     exclude: tuple[str, ...] = ()
     include: tuple[str, ...] = ("*",)
+    keep_first: int | float | None = None  # of equal blocks, in high precision: a number or a fraction; None: by recipe
+    keep_last: int | float | None = None
     forward_format: str | None = None  # None: e4m3, or the only one of the recipe
     backward_format: str | None = None  # None: by recipe, see BACKWARD_FORMATS
     backward: str = "quantized"  # gradients: by quantized gemms, by others, or by others of dequantized operands
@@ -84,6 +87,12 @@ class Config:
             if getattr(self, name) == value:
                 changes.setdefault(name, None)
         return dataclasses.replace(self, **changes)
+
+    @property
+    def kept_blocks(self) -> tuple[float, float]:
+        """How many of the first and of the last blocks stay in high precision: numbers, or fractions."""
+        last = KEEP_LAST.get(self.recipe, 0) if self.keep_last is None else self.keep_last
+        return self.keep_first or 0, last
 
     @property
     def keeps_state(self) -> bool:
@@ -149,6 +158,16 @@ class Config:
             if not whole or value < least or (most is not None and value > most):
                 bounds = f"of at least {least}" + (f" and at most {most}" if most is not None else "")
                 raise ValueError(f"{name} expects a whole number {bounds}, got {value!r}")
+
+        for name in ("keep_first", "keep_last"):
+            value = getattr(self, name)
+            number = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+            fraction = isinstance(value, float) and 0 <= value < 1
+            if not (value is None or number or fraction):
+                raise ValueError(
+                    f"{name} expects a number of blocks such as 2, a fraction of them such as 0.15, or None, "
+                    f"got {value!r}"
+                )
 
     def _check_flags(self) -> None:
         for field in dataclasses.fields(self):

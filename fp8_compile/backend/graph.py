@@ -39,6 +39,7 @@ from fp8_compile.torch_internals.partitioner import split_and_shrink
 
 from .fused_inference_ops import decompose_fused_ops
 from .interpret import NO_CACHE, run_uncompiled
+from .kept_blocks import KeptBlocks, kept_in_graph
 from .module_names import ModuleNames
 from .report_cache import ReportCache
 from .rules import make_rules
@@ -66,7 +67,8 @@ def compile_graph(
     device = _device(example_inputs)
     target = config.target if isinstance(config.target, Target) else Target.of_device(device)
     names = ModuleNames.of_graph(gm, config.include)
-    selection = Selection(config.include, config.exclude, names.heads)
+    kept = kept_in_graph(config, strict=strict)
+    selection = Selection(config.include, config.exclude, names.heads, kept.names, kept.asked_for)
     selection.check(names.known)
     state = state_of_compilation(gm) if config.keeps_state else None
     trains = torch.is_grad_enabled() and any(_has_gradient(item) for item in (*example_inputs, *gm.parameters()))
@@ -92,6 +94,7 @@ def compile_graph(
         loss_scale_of(compiled_modules(gm), frame_code(), config, strict=strict),
         device,
         trains,
+        kept,
     )
     compiled, report = graph.compile(inner_compile)
     if strict:
@@ -116,6 +119,7 @@ class _Graph:
     loss_scale: GraphLossScale | None
     device: torch.device
     trains: bool
+    kept: KeptBlocks
 
     def compile(self, inner_compile: Callable[..., Any] | None) -> tuple[Callable[..., Any], Report]:
         """The code and what it does; once more with more room where the graph has more tensors than was foreseen."""
@@ -164,7 +168,7 @@ class _Graph:
             slots.state.held if slots else None,
         )
         lines = [code_path(node) for node in self.gm.graph.nodes] if slots else None  # slots are told apart by them
-        names = self.names.fingerprint(self.gm)
+        names = self.names.fingerprint(self.gm), sorted(self.kept.names.items())
         return repr((self.config.fingerprint(), self.rules.target, names, state, lines))
 
     @property

@@ -57,7 +57,7 @@ class ModuleNames:
         shapes: dict[str, tuple[int, ...]] = {}
         tensors: dict[int, InputName] = {}
         known: list[str] = []
-        for prefix, root in _roots():
+        for prefix, root in visible_roots():
             for name, module in root.named_modules(remove_duplicate=False):
                 modules.setdefault(id(module), _join(prefix, name))
                 known.append(_join(prefix, name))
@@ -151,7 +151,7 @@ def normalise(path: str) -> str:
     return path.strip(".")
 
 
-def _roots() -> list[tuple[str, nn.Module]]:
+def visible_roots() -> list[tuple[str, nn.Module]]:
     """(prefix, module): the compiled module; for a compiled function, the modules it can see."""
     root = compiled_root()
     if root is not None:
@@ -170,7 +170,7 @@ def _heads(
     """Names of the weights of output heads, and why they are. A part of a model that is compiled by itself, a head for
     instance, is judged as what it is in the model, if one of the functions that called it has that at hand."""
     reasons: dict[int, str] = {}
-    for _, module in _roots():
+    for _, module in visible_roots():
         reasons |= output_heads(whole_model(module), gm, values)
     return {name: why for key, why in reasons.items() if key in tensors for name in tensors[key].names}
 

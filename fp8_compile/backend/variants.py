@@ -22,6 +22,7 @@ from fp8_compile.selection import Selection
 from fp8_compile.torch_internals.dynamo import compiled_root, guard_by, modules_read
 from fp8_compile.torch_internals.modules import unwrap
 
+from .kept_blocks import kept_in
 from .module_names import whole_model
 
 
@@ -94,11 +95,12 @@ def variant_of(module: nn.Module, config: Config) -> Variant:
 
 def _treatment(module: nn.Module, state: ModelState, config: Config) -> Any:
     """Which parts of a module patterns leave alone, and which of its weights may be those of output heads."""
-    key = config.include, config.exclude
+    key = config.include, config.exclude, config.kept_blocks
     if key not in state.treatments:
         root = compiled_root() or module
         name = next((name for name, inner in root.named_modules() if inner is module), "")
-        selection = Selection(config.include, config.exclude)
+        kept = kept_in(root, config)
+        selection = Selection(config.include, config.exclude, {}, kept.names, kept.asked_for)
         heads = head_candidates(whole_model(root))
         parts = [selection.reason_against(part) is None for part, _ in module.named_modules(prefix=name)]
         weights = [

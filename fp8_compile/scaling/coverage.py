@@ -8,6 +8,7 @@ from typing import Iterable
 
 from torch import fx, nn
 
+from fp8_compile.block_stacks import is_kept
 from fp8_compile.report import Report
 from fp8_compile.torch_internals.dynamo import compiled_modules
 
@@ -15,7 +16,7 @@ from .model_state import model_state
 
 log = logging.getLogger("fp8_compile")
 
-BY_WISH = ("excluded", "not in include", "quantize_")  # how reasons begin that the user has asked for
+BY_WISH = ("excluded", "not in include", "quantize_", "backward=")  # how reasons begin that the user has asked for
 LAYERS = ("conv", "lstm", "gru", "rnn")  # in names of operations that multiply by weights in other ways
 
 
@@ -62,6 +63,8 @@ def _is_settled(module: nn.Module) -> bool:
 
 def _why(gm: fx.GraphModule, report: Report) -> str | None:
     """Why a graph has no FP8 matmul; None: it multiplies by no weights, or the user wants it so."""
+    if any(is_kept(row.reason) for row in report.skipped):
+        return None  # a block that stays in high precision, compiled by itself
     reasons = collections.Counter(row.reason for row in report.skipped if not row.reason.startswith(BY_WISH))
     if reasons:
         common = "; ".join(f"{reason} ({count} of {len(report.skipped)})" for reason, count in reasons.most_common(3))
