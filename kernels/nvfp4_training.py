@@ -38,6 +38,7 @@ BLOCKS = ((1, SIZE), (SIZE, SIZE))
 LARGEST = E2M1.max  # what the largest magnitude of a tensor becomes
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 MOST_GROWTH = 4.0  # of the largest magnitude, by a rotation: 16 values of it, summed, divided by 4
+FOUR_OF_SIX = 4.0 / 7.0  # scales are below 256 then, so that 1.5 times of one is below 448
 _FLT_MAX = torch.finfo(torch.float32).max
 _MASK = 0xFFFFFFFF
 
