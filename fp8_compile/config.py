@@ -13,6 +13,7 @@ from .torch_internals.inductor import unknown_options
 
 RECIPES = ("delayed", "tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4")
 FORMATS = ("e4m3", "e5m2")
+BACKWARD = ("quantized", "high_precision", "dequantized")
 AMAX_ALGORITHMS = ("max", "most_recent", "p99")
 # Gradients span more orders of magnitude than a whole tensor's E4M3 holds; a row or a block spans fewer.
 BACKWARD_FORMATS = {
@@ -45,6 +46,7 @@ class Config:
     include: tuple[str, ...] = ("*",)
     forward_format: str | None = None  # None: e4m3, or the only one of the recipe
     backward_format: str | None = None  # None: by recipe, see BACKWARD_FORMATS
+    backward: str = "quantized"  # gradients: by quantized gemms, by others, or by others of dequantized operands
     amax_history_len: int = 16
     margin: int = 0
     amax_algorithm: str = "max"
@@ -78,7 +80,7 @@ class Config:
 
     def replace(self, **changes: Any) -> Config:
         """Return a checked copy with some fields changed; the backward format follows the recipe unless it was set."""
-        for name, value in _by_recipe(self.recipe).items():
+        for name, value in _by_recipe(self.recipe, self.backward).items():
             if getattr(self, name) == value:
                 changes.setdefault(name, None)
         return dataclasses.replace(self, **changes)
@@ -120,7 +122,8 @@ class Config:
 
     def _check_choices(self) -> None:
         _check_choice("recipe", self.recipe, RECIPES)
-        for name, value in _by_recipe(self.recipe).items():
+        _check_choice("backward", self.backward, BACKWARD)
+        for name, value in _by_recipe(self.recipe, self.backward).items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
         formats = (ONE_FORMAT[self.recipe],) if self.recipe in ONE_FORMAT else FORMATS
@@ -162,6 +165,8 @@ class Config:
         if len(off) >= 2:
             fields = " and ".join(f"quantize_{name}=False" for name in off)
             raise ValueError(f"{fields} leave no matmul with two FP8 operands; switch at most one of them off")
+        if self.backward != "quantized":
+            self._check_backward()
         if self.stochastic_rounding and not self.quantize_gradients:
             raise ValueError("stochastic_rounding=True rounds gradients, but quantize_gradients=False keeps them whole")
         if not self.keeps_state:
@@ -176,6 +181,24 @@ class Config:
                 raise ValueError(f"{', '.join(changed)} apply to recipe='nvfp4' only, got recipe={self.recipe!r}")
         if self.recipe == "mxfp8" and self.stochastic_rounding:
             raise ValueError("stochastic_rounding=True applies to other recipes: recipe='mxfp8' rounds to nearest even")
+
+    def _check_backward(self) -> None:
+        """No gradient is quantized, so options that say how contradict that."""
+        option = f"backward={self.backward!r}"
+        if self.backward_format != BACKWARD_FORMATS[self.recipe]:
+            raise ValueError(
+                f"backward_format={self.backward_format!r} is a format of gradients, but {option} quantizes none"
+            )
+        if self.stochastic_rounding:
+            raise ValueError(f"stochastic_rounding=True rounds gradients, but {option} quantizes none")
+        if not self.quantize_gradients:
+            raise ValueError(f"quantize_gradients=False and {option} both say what backward reads; drop one of them")
+        for name in ("inputs", "weights"):
+            if not getattr(self, f"quantize_{name}"):
+                raise ValueError(
+                    f"quantize_{name}=False leaves forward in high precision, and {option} leaves backward there: "
+                    "no matmul would run in FP8; drop one of them"
+                )
 
 
 def _checked_init(init: Any) -> Any:
@@ -205,12 +228,12 @@ def _check_inductor(overrides: Mapping[str, Any]) -> None:
         raise ValueError(f"inductor has no option {name!r}{_nearest(name, known)}; see torch._inductor.config")
 
 
-def _by_recipe(recipe: str) -> dict[str, Any]:
-    """The fields that follow the recipe unless they are set."""
+def _by_recipe(recipe: str, backward: str) -> dict[str, Any]:
+    """The fields that follow the recipe, and how gradients are computed, unless they are set."""
     return {
         "forward_format": ONE_FORMAT.get(recipe, "e4m3"),
         "backward_format": BACKWARD_FORMATS[recipe],
-        "stochastic_rounding": recipe == "nvfp4",
+        "stochastic_rounding": recipe == "nvfp4" and backward == "quantized",
     }
 
 

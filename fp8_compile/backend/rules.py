@@ -29,6 +29,7 @@ def make_rules(config: Config, target: Target, selection: Selection) -> Rules:
         e5m2_by_e5m2=target.e5m2_by_e5m2,
         only_output=target.rowwise_output if config.recipe in ("rowwise", "blockwise") else None,
         grouped=target.grouped,
+        gradients=config.backward,
         four_over_six=config.four_over_six,
     )
 

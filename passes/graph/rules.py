@@ -30,5 +30,6 @@ class Rules:
     e5m2_by_e5m2: bool = False
     stochastic: frozenset[Role] = frozenset()  # roles of tensors that are rounded at random
     only_output: torch.dtype | None = None  # the one dtype that the recipe's gemm can write
+    gradients: str = "quantized"  # or "high_precision", "dequantized": what backward products read
     four_over_six: bool = False  # forward operands choose between two scales per block of E2M1
     grouped: bool = True  # there is an FP8 gemm of ragged groups

@@ -13,6 +13,7 @@ from fp8_compile.kernels.quantize import HIGH_PRECISION, WHOLE
 from ..graph.matmul import GroupedMatmul, Matmul
 from ..graph.roles import Origin, Role
 from ..graph.rules import Rules
+from .dequantize_forward import is_known
 
 # Padding K or N pays while it adds at most a quarter to the multiplications: an FP8 gemm has twice the rate of
 # a bf16 one, and half of that gain is what the quantizes cost.
@@ -55,12 +56,24 @@ class Rewrite:
 
 @dataclasses.dataclass(frozen=True)
 class Skip:
+    """Stay in high precision."""
+
     reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Dequantize(Skip):
+    """Stay in high precision, and read the forward product's operand as it was quantized."""
 
 
 def decide(site: Matmul, rules: Rules) -> Rewrite | Skip:
     """The decision for one matmul; the first reason against it is the one reported."""
-    for check in (_name_reason, _operand_reason, _dtype_reason, _role_reason, _group_reason, _size_reason):
+    for check in (_name_reason, _operand_reason, _dtype_reason):
+        if (reason := check(site, rules)) is not None:
+            return Skip(reason)
+    if site.gemm != "output" and rules.gradients != "quantized":
+        return _in_high_precision(site, rules)
+    for check in (_role_reason, _group_reason, _size_reason):
         if (reason := check(site, rules)) is not None:
             return Skip(reason)
     left, right = (_plan(operand.role, rules) for operand in (site.left, site.right))
@@ -69,6 +82,18 @@ def decide(site: Matmul, rules: Rules) -> Rewrite | Skip:
     if isinstance(site, GroupedMatmul):
         return Rewrite(left, right, reason=rules.recipe)
     return _with_padding(site, left, right, rules)
+
+
+def _in_high_precision(site: Matmul, rules: Rules) -> Skip:
+    """What a backward product reads that is not quantized."""
+    if rules.gradients == "high_precision":
+        return Skip("backward='high_precision'")
+    forward = decide(site.forward, rules) if site.forward is not None else None
+    if isinstance(forward, Skip):
+        return forward  # of what was multiplied as it is, this is the gradient as it is
+    if not is_known(site):
+        return Skip("backward='dequantized': reads the original tensors, because its forward product is not known")
+    return Dequantize(f"backward='dequantized': reads what forward multiplied, in {_dtype_name(site.dtype)}")
 
 
 def _name_reason(site: Matmul, rules: Rules) -> str | None:

@@ -6,6 +6,7 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from fp8_compile.kernels.dequantize_operand import FORMULAS
 from fp8_compile.kernels.nvfp4_training import global_scale, global_scale_op
 from fp8_compile.kernels.quantize import Block, cast, quantize_op, scales, spread
 from fp8_compile.kernels.stochastic_cast import cast_stochastic
@@ -28,10 +29,11 @@ class LowerQuantizes(GraphPass):
     The partitioner knows that q is cheap when it is made of plain ops: it saves q, one byte per element, or computes it
     again in backward from what is saved anyway. The scales are always saved, so that nothing is reduced twice.
     On a GPU Inductor fuses the cast into the producer of x and the amax into the reduction before it. The inputs of
-    packed FP8 weights (``quantize_inputs``) stay one call on a CPU.
+    packed FP8 weights (``quantize_inputs``) stay one call on a CPU. What codes stand for, in products of backward that
+    read them in high precision, is made of plain ops too, and never saved.
     """
 
-    leaves_no = (quantize_op, global_scale_op)
+    leaves_no = (quantize_op, global_scale_op, *FORMULAS)
 
     def __init__(self, target: str = "cpu") -> None:
         self.target = target
@@ -49,8 +51,20 @@ class LowerQuantizes(GraphPass):
             for scale in scales:
                 scale.meta["recompute"] = CheckpointPolicy.MUST_SAVE
             replace_results(graph, node, scales)
+        dequantized = _lower_dequantizes(graph)
         inputs = lower_quantize_inputs(graph) if self.target != "cpu" else 0
-        return PassReport(len(nodes) + len(whole) + inputs, "quantizes lowered")
+        return PassReport(len(nodes) + len(whole) + dequantized + inputs, "quantizes lowered")
+
+
+def _lower_dequantizes(graph: fx.Graph) -> int:
+    lowered = 0
+    for op, formula in FORMULAS.items():
+        for node in graph.find_nodes(op="call_function", target=op):
+            with graph.inserting_before(node):
+                node.replace_all_uses_with(inline(graph, formula, *node.args, like=node))
+            graph.erase_node(node)
+            lowered += 1
+    return lowered
 
 
 def _lowered(graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, fx.Node]:

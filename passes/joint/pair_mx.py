@@ -9,12 +9,13 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils.checkpoint import CheckpointPolicy
 
+from fp8_compile.kernels.dequantize_operand import dequantize_mx_operand_op
 from fp8_compile.kernels.gpu.cublaslt_mx_mm import cublaslt_mx_mm_op
-from fp8_compile.kernels.mx_swizzled import quantize_mx_swizzled_op
-from fp8_compile.kernels.mxfp8 import SIZE, mx_mm_op, quantize_mx_op
+from fp8_compile.kernels.mx_swizzled import directions, quantize_mx_swizzled_op, unswizzle
+from fp8_compile.kernels.mxfp8 import SIZE, dequantize_mx, mx_mm_op, quantize_mx_op
 
 from ..graph.arguments import arguments, input_of
-from ..graph.emit import emit, getitem, inline, policy_of, value
+from ..graph.emit import NEVER_SAVED, emit, getitem, inline, policy_of, value
 from ..graph.marks import Kind, Mark, mark_of
 from ..graph.roles import Role
 from ..graph.views import untransposed
@@ -43,7 +44,7 @@ class PairMx(GraphPass):
     Where gemms want K contiguous, codes along columns are written transposed, and a weight's tiles once in each layout.
     """
 
-    leaves_no = (quantize_mx_op, mx_mm_op)
+    leaves_no = (quantize_mx_op, mx_mm_op, dequantize_mx_operand_op)
 
     def __init__(self, *, needs_k_contiguous: bool) -> None:
         self.needs_k_contiguous = needs_k_contiguous
@@ -53,6 +54,8 @@ class PairMx(GraphPass):
         quantizes = _Quantizes(graph, self.needs_k_contiguous)
         for gemm in gemms:
             _replace(graph, gemm, quantizes)
+        for node in graph.find_nodes(op="call_function", target=dequantize_mx_operand_op):
+            _dequantize(graph, node, quantizes)
         return PassReport(len(gemms), "MXFP8 gemms whose operands are stored as the GPU reads them")
 
 
@@ -96,6 +99,27 @@ class _Quantizes:
         for result in results:
             result.meta.update(tags)
         return results
+
+
+def _dequantize(graph: fx.Graph, node: fx.Node, quantizes: _Quantizes) -> None:
+    """What codes stand for, for a backward gemm that is not MXFP8, from the scales as the forward gemm reads them."""
+    q, _, block, dtype = arguments(node)
+    results = next(made for (quantize, _), made in quantizes.made.items() if quantize is input_of(q))
+    along_columns, _ = directions(block)
+    operands = (results[Q], results[SCALE if along_columns else SCALE_T], along_columns, *value(node).shape, dtype)
+    with graph.inserting_before(node):
+        made = inline(graph, _dequantized, *operands, like=node, tags=NEVER_SAVED)
+    node.replace_all_uses_with(made)
+    graph.erase_node(node)
+
+
+def _dequantized(
+    q: torch.Tensor, scale: torch.Tensor, along_columns: bool, rows: int, cols: int, dtype: torch.dtype
+) -> torch.Tensor:
+    outer, inner = q.shape if along_columns else q.shape[::-1]
+    scales = unswizzle(scale, outer, (inner + SIZE - 1) // SIZE)
+    block = (1, SIZE) if along_columns else (SIZE, 1)
+    return dequantize_mx(q, scales if along_columns else scales.t(), block)[:rows, :cols].to(dtype)
 
 
 def _policy(quantize: fx.Node, gemm: fx.Node) -> dict[str, CheckpointPolicy]:

@@ -23,6 +23,7 @@ from typing import Any, Callable, Mapping
 import torch
 from torch import fx
 
+from fp8_compile.kernels.dequantize_operand import dequantize_mx_operand_op, dequantize_nvfp4_operand_op
 from fp8_compile.kernels.mxfp8 import mx_mm_op, quantize_mx_op
 from fp8_compile.kernels.nvfp4_training import (
     FOUR_OF_SIX,
@@ -32,7 +33,7 @@ from fp8_compile.kernels.nvfp4_training import (
     quantize_nvfp4_op,
 )
 
-from ..graph.emit import NEVER_SAVED, emit, getitem, inline, policy_of
+from ..graph.emit import NEVER_SAVED, emit, getitem, inline, policy_of, value
 from ..graph.marks import Kind, Mark
 from ..graph.matmul import Matmul
 from ..graph.producers import made_pointwise
@@ -42,6 +43,7 @@ from ..graph.slot import tensor_use
 from ..graph.views import untransposed
 from .allow_recompute import recompute_copy
 from .decide import OperandPlan, Rewrite
+from .dequantize_forward import ForwardOperands, QuantizedOperand
 
 aten = torch.ops.aten
 SEEDS = 2**62
@@ -56,6 +58,7 @@ class Site:
     plan: Rewrite
     rules: Rules
     part: int | None
+    operands: ForwardOperands
 
     def emit(self, op: Callable[..., Any], *args: Any, mark: Mark | None = None) -> fx.Node:
         return emit(self.graph, op, *args, like=self.matmul.node, mark=mark)
@@ -83,6 +86,10 @@ class Site:
         node = self.matmul.node
         return emit(self.graph, op, *args, like=node, tags=policy_of(node), mark=Mark(kind=Kind.GEMM))
 
+    def note(self, is_left: bool, op: Callable[..., Any], *args: Any, flipped: bool) -> None:
+        """Note how an operand was quantized, for backward products that read it in high precision."""
+        self.operands.note(self.matmul, is_left, self.part, QuantizedOperand(op, args, flipped))
+
     def role(self, is_left: bool) -> Role:
         return (self.matmul.left if is_left else self.matmul.right).role
 
@@ -102,6 +109,7 @@ def _mx_operand(site: Site, node: fx.Node, plan: OperandPlan, *, is_left: bool) 
     rows_first = flipped != is_left  # the base is stored as [rows, contraction]
     block = plan.block if rows_first else plan.block[::-1]
     q, scale = site.quantize(quantize_mx_op, base, list(block), is_left=is_left, mark=site.mark(is_left))
+    site.note(is_left, dequantize_mx_operand_op, q, scale, list(block), flipped=flipped)
     if flipped:
         q, scale = (site.emit(aten.permute.default, one, [1, 0]) for one in (q, scale))
     return q, scale
@@ -132,6 +140,9 @@ def _nvfp4_operand(
     seed = inline(site.graph, _seed, base, like=site.matmul.node) if role in site.rules.stochastic else None
     options = (list(plan.block), transpose, rotated, seed, int(rotated), four_over_six)
     codes, scales = site.quantize(quantize_nvfp4_op, base, enc, *options, is_left=is_left)
+    contraction = value(node).shape[1 if is_left else 0]
+    undo = (codes, scales, dequant, list(plan.block), contraction)
+    site.note(is_left, dequantize_nvfp4_operand_op, *undo, flipped=not is_left)
     return codes, scales, dequant
 
 

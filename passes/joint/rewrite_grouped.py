@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from fp8_compile.kernels.cpu.scaled_grouped_mm import scaled_grouped_mm_op
+from fp8_compile.kernels.dequantize_operand import dequantize_fp8_operand_op
 from fp8_compile.kernels.quantize import WHOLE, quantize_op
 
 from ..graph.emit import emit, getitem, inline, policy_of, value
@@ -19,6 +20,7 @@ from ..graph.rules import Rules
 from ..graph.slot import tensor_use
 from ..graph.views import untransposed
 from .decide import OperandPlan, Rewrite
+from .dequantize_forward import ForwardOperands, QuantizedOperand
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -40,8 +42,10 @@ class GroupedEditor:
     made.
     """
 
-    def __init__(self, graph: fx.Graph, site: GroupedMatmul, plan: Rewrite, rules: Rules) -> None:
-        self.graph, self.site, self.plan, self.rules = graph, site, plan, rules
+    def __init__(
+        self, graph: fx.Graph, site: GroupedMatmul, plan: Rewrite, rules: Rules, operands: ForwardOperands
+    ) -> None:
+        self.graph, self.site, self.plan, self.rules, self.operands = graph, site, plan, rules, operands
 
     def replace(self) -> None:
         node = self.site.node
@@ -93,6 +97,9 @@ class GroupedEditor:
         flat = self._inline(_flat, base) if stack else base
         both = self._emit(quantize_op, flat, plan.format.dtype, block, mark=mark)
         q, scale = getitem(self.graph, both, 0), getitem(self.graph, both, 1)
+        sizes = tuple(value(base).shape) if stack else ()
+        known = QuantizedOperand(dequantize_fp8_operand_op, (q, scale, block), transposed, sizes)
+        self.operands.note(self.site, is_left, None, known)
         if stack:
             q = self._emit(aten.view.default, q, list(value(base).shape))
             if plan.block != (WHOLE, WHOLE):  # [E * rows, 1] or [E, rows]

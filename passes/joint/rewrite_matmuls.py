@@ -9,6 +9,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from fp8_compile.kernels.dequantize_operand import dequantize_fp8_operand_op
 from fp8_compile.kernels.quantize import HIGH_PRECISION, WHOLE, quantize_op
 
 from ..graph.emit import emit, getitem, inline, policy_of, value
@@ -23,7 +24,8 @@ from ..graph.rules import Rules
 from ..graph.slot import state_of, tensor_use
 from ..graph.views import untransposed
 from ..graph_pass import GraphPass, PassReport
-from .decide import OperandPlan, Rewrite, Skip, decide
+from .decide import Dequantize, OperandPlan, Rewrite, Skip, decide
+from .dequantize_forward import ForwardOperands, QuantizedOperand
 from .find_matmuls import find_matmuls, operands_of
 from .rewrite_block_scaled import PRODUCTS, Site
 from .rewrite_grouped import GroupedEditor
@@ -44,6 +46,7 @@ class RewriteMatmuls(GraphPass):
     (``ShareQuantizes`` makes that one quantize). Where the target wants the contraction contiguous, the FP8 bytes are
     transposed, not the original. Where it reads any layout, nothing is transposed:
              dx: bf16[M, K] = cublaslt_mm(qdy, qw, sdy, sw, None, None, out_dtype=bf16)
+    With ``backward="dequantized"``, backward matmuls stay and read the operands of forward: ``dequantize_forward.py``.
     A stack of products becomes one gemm per slice; ragged groups stay one operation, see ``rewrite_grouped.py``.
 
     Skips: see ``decide.py``. Every matmul gets a :class:`Row`.
@@ -62,15 +65,18 @@ class RewriteMatmuls(GraphPass):
         self.rows += [_row(site, decision) for site, decision in zip(sites, decisions)]  # a graph may have subgraphs
         if self.strict:
             _check_dtypes(sites)
+        operands = ForwardOperands()
         rewritten = 0
         for site, decision in zip(sites, decisions):
             set_mark(site.node, site=site.node.name, module=site.module, gemm=site.gemm)
+            if isinstance(decision, Dequantize) and isinstance(site, Matmul):
+                operands.read_by(graph, site)
             if isinstance(decision, Skip) or isinstance(site, OtherMatmul):
                 continue
             if isinstance(site, GroupedMatmul):
-                GroupedEditor(graph, site, decision, rules).replace()
+                GroupedEditor(graph, site, decision, rules, operands).replace()
             else:
-                _Editor(graph, site, decision, rules).replace()
+                _Editor(graph, site, decision, rules, operands).replace()
             rewritten += 1
         return PassReport(rewritten, f"of {len(sites)} matmuls rewritten")
 
@@ -78,8 +84,10 @@ class RewriteMatmuls(GraphPass):
 class _Editor:
     """The edit of one matmul."""
 
-    def __init__(self, graph: fx.Graph, site: Matmul, plan: Rewrite, rules: Rules) -> None:
-        self.graph, self.site, self.plan, self.rules = graph, site, plan, rules
+    def __init__(
+        self, graph: fx.Graph, site: Matmul, plan: Rewrite, rules: Rules, operands: ForwardOperands
+    ) -> None:
+        self.graph, self.site, self.plan, self.rules, self.operands = graph, site, plan, rules, operands
         self.wanted: torch.dtype = value(site.node).dtype
         self.written: torch.dtype = rules.only_output or self.wanted
         self.left, self.right, self.added = operands_of(site.node)
@@ -103,7 +111,7 @@ class _Editor:
     def _product(self, left: fx.Node, right: fx.Node, part: int | None = None) -> fx.Node:
         """``[M, K] @ [K, N]`` in the dtype of the original; ``part``: which product of a stack."""
         if self.rules.recipe in PRODUCTS:
-            place = Site(self.graph, self.site, self.plan, self.rules, part)
+            place = Site(self.graph, self.site, self.plan, self.rules, part, self.operands)
             return PRODUCTS[self.rules.recipe](place, left, right, self.bias, self.wanted)
         q_left, scale_left = self._operand(left, self.plan.left, part, is_left=True)
         q_right, scale_right = self._operand(right, self.plan.right, part, is_left=False)
@@ -135,6 +143,8 @@ class _Editor:
         )
         both = self._emit(quantize_op, base, plan.format.dtype, list(block), mark=mark)
         q, scale = getitem(self.graph, both, 0), getitem(self.graph, both, 1)
+        known = QuantizedOperand(dequantize_fp8_operand_op, (q, scale, list(block)), flipped)
+        self.operands.note(self.site, is_left, part, known)
         if across:
             pass  # one scale, and q as it is stored
         elif self.rules.needs_k_contiguous:

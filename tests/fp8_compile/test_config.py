@@ -15,6 +15,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"recipe": None}, "recipe=None is unknown; expected one of: delayed, tensorwise"),
     ({"forward_format": "e3m4"}, "forward_format='e3m4' is unknown.*e4m3, e5m2"),
     ({"backward_format": "fp8"}, "backward_format='fp8' is unknown"),
+    ({"backward": "bf16"}, "backward='bf16' is unknown; expected one of: quantized, high_precision, dequantized"),
     ({"amax_algorithm": "mean"}, "amax_algorithm='mean' is unknown.*most_recent"),
     ({"exclude": 3}, r"exclude expects glob patterns.*got 3"),
     ({"exclude": ("",)}, r"exclude expects glob patterns"),
@@ -40,6 +41,10 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
         "quantize_inputs=False and quantize_weights=False.*at most one",
     ),
     ({"stochastic_rounding": True, "quantize_gradients": False}, "stochastic_rounding=True.*quantize_gradients=False"),
+    ({"backward": "dequantized", "backward_format": "e4m3"}, "backward_format='e4m3'.*'dequantized' quantizes none"),
+    ({"backward": "high_precision", "stochastic_rounding": True}, "stochastic_rounding=True.*'high_precision'"),
+    ({"backward": "dequantized", "quantize_gradients": False}, "quantize_gradients=False and backward='dequantized'"),
+    ({"backward": "high_precision", "quantize_inputs": False}, "quantize_inputs=False leaves.*no matmul"),
     ({"recipe": "tensorwise", "margin": 2}, "margin appl.*recipe='delayed' only, got recipe='tensorwise'"),
     ({"recipe": "rowwise", "amax_history_len": 4, "warmup_steps": 2}, "amax_history_len, warmup_steps.*'rowwise'"),
 ]
@@ -122,6 +127,12 @@ def test_replacing_the_recipe_takes_that_recipes_gradient_format() -> None:
     assert Config().replace(recipe="rowwise") == Config(recipe="rowwise")
 
 
+def test_gradients_that_are_not_quantized_are_not_rounded_at_random() -> None:
+    assert Config(recipe="nvfp4").stochastic_rounding
+    assert not Config(recipe="nvfp4", backward="dequantized").stochastic_rounding
+    assert Config(recipe="nvfp4").replace(backward="dequantized") == Config(recipe="nvfp4", backward="dequantized")
+
+
 def test_configs_that_make_other_code_have_other_fingerprints() -> None:
     base = Config()
     changes: list[dict[str, Any]] = [
@@ -130,6 +141,7 @@ def test_configs_that_make_other_code_have_other_fingerprints() -> None:
         {"include": ("*", "a")},
         {"forward_format": "e5m2"},
         {"backward_format": "e4m3"},
+        {"backward": "dequantized"},
         {"quantize_inputs": False},
         {"min_dim": 32},
         {"target": "cuda:90"},
