@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fp8_compile.kernels.define_op import define
-from fp8_compile.kernels.nvfp4_training import dequantize_nvfp4, quantize_nvfp4_op
+from fp8_compile.kernels.nvfp4_training import dequantize_nvfp4, quantize_nvfp4_op, round_nvfp4
 
 ROWS = (1, 16)
 
@@ -23,6 +23,11 @@ def round_inputs(x: Tensor, enc: Tensor, four_over_six: bool) -> Tensor:
     """The formula above."""
     codes, scales = quantize_nvfp4_op(x.contiguous(), enc, ROWS, False, False, None, 0, four_over_six)
     return dequantize_nvfp4(codes, scales)[:, : x.shape[1]].to(x.dtype).contiguous()
+
+
+def written_out(x: Tensor, enc: Tensor, four_over_six: bool) -> Tensor:
+    """The same as operations that a compiler fuses."""
+    return round_nvfp4(x, enc, ROWS, four_over_six).to(x.dtype)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
