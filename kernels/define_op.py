@@ -40,11 +40,13 @@ def define(
     cpu: Implementation | str | None = None,
     cuda: Implementation | str | None = None,
     gradient: Implementation | None = None,
+    keep: Implementation | None = None,
 ) -> Any:
     """Register ``name(arguments) -> results`` and return the operation.
 
     An implementation is a function, or "module:function" where importing the module takes time. ``fake=None``: the
-    operation writes to what it is given and makes no tensor. ``gradient(ctx, *grads)`` gives those of the arguments.
+    operation writes to what it is given and makes no tensor. ``gradient(ctx, *grads)`` gives those of the arguments;
+    ``keep(ctx, inputs, output)`` saves what it needs for that.
     """
     name, _, arguments = schema.partition("(")
     _library.define(schema)
@@ -60,7 +62,7 @@ def define(
     if fake is not None:
         torch.library.register_fake(f"fp8_compile::{name}", on_one_device(name, fake), lib=_library)
     if gradient is not None:
-        torch.library.register_autograd(f"fp8_compile::{name}", gradient, lib=_library)
+        torch.library.register_autograd(f"fp8_compile::{name}", gradient, setup_context=keep, lib=_library)
     return op
 
 

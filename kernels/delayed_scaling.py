@@ -79,6 +79,12 @@ def limits_of(largest: float) -> Limits:
     return _LIMITS[largest]
 
 
+def fits(reached: Tensor, largest: float) -> bool:
+    """True if a tensor whose largest magnitude is scaled to that loses nothing by its scale."""
+    limits = limits_of(largest)
+    return bool((reached <= largest * limits.saturated_above) & (reached >= largest * limits.small_below))
+
+
 def cast_delayed(x: Tensor, quant_scale: Tensor, dtype: torch.dtype) -> Tensor:
     """The first formula above."""
     largest = format_of(dtype).max

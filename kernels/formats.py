@@ -39,6 +39,11 @@ def format_with_max(largest: float) -> Format:
     return next(format for format in FORMATS if format.max == largest)
 
 
+def format_named(name: str) -> Format:
+    """The format that prints itself like that."""
+    return next(format for format in FORMATS if format.name == name)
+
+
 def format_of(dtype: torch.dtype) -> Format:
     """The format of a float8 dtype."""
     if dtype not in BY_DTYPE:

@@ -3,7 +3,8 @@
     scale = amax(block) / 448, 1 for a block of zeros;   q = e4m3(w / scale);   w = q * scale
 
 codes: e4m3 [N, K]; scales: fp32 [ceil(N / 128), ceil(K / 128)]; blocks at the edges are smaller. A stack of matrices
-has one more dimension in front.
+has one more dimension in front. Inputs [M, K] may be rounded too, by blocks of 1 x 128 along K as they come
+(``kernels/quantize.py``).
 """
 
 from __future__ import annotations
@@ -16,8 +17,12 @@ from torch.nn import functional as F
 
 from .define_op import define
 from .formats import E4M3
+from .quantize import dequantize as dequantize_inputs
+from .quantize import quantize as quantize_inputs
 
 BLOCK = 128
+ACTIVATIONS = (None, "fp8")
+INPUTS = (1, BLOCK)
 
 
 class FP8Blocks(NamedTuple):
@@ -53,6 +58,11 @@ def dequantize(codes: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32
     return (codes.to(torch.float32) * _spread(scales, codes.shape[-2], codes.shape[-1])).to(dtype)
 
 
+def round_inputs(x: Tensor) -> Tensor:
+    """x [M, K] as the product will see it, in its own dtype."""
+    return dequantize_inputs(*quantize_inputs(x.contiguous(), E4M3.dtype, INPUTS), INPUTS).to(x.dtype)
+
+
 def _spread(scales: Tensor, n: int, k: int) -> Tensor:
     """The scale of every weight."""
     rows = scales.repeat_interleave(BLOCK, -2)[..., :n, :]
@@ -63,4 +73,10 @@ dequantize_op = define(
     "fp8_blocks_dequantize(Tensor codes, Tensor scales, ScalarType dtype) -> Tensor",
     dequantize,
     lambda codes, scales, dtype: codes.new_empty(codes.shape, dtype=dtype),
+)
+round_inputs_op = define(
+    "fp8_blocks_round_inputs(Tensor x) -> Tensor",
+    round_inputs,
+    lambda x: torch.empty_like(x, memory_format=torch.contiguous_format),
+    gradient=lambda ctx, grad: grad,  # as if the rounding were not there
 )

@@ -38,6 +38,7 @@ BLOCKS = ((1, SIZE), (SIZE, SIZE))
 LARGEST = E2M1.max  # what the largest magnitude of a tensor becomes
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 MOST_GROWTH = 4.0  # of the largest magnitude, by a rotation: 16 values of it, summed, divided by 4
+FOUR_OF_SIX = 4.0 / 7.0  # scales are below 256 then, so that 1.5 times of one is below 448
 _FLT_MAX = torch.finfo(torch.float32).max
 _MASK = 0xFFFFFFFF
 
@@ -131,8 +132,17 @@ def quantize_nvfp4(
     the scale that maps its largest value to 6 or to 4, whichever has the smaller squared error; ``enc`` is 1536 / amax
     then, so that the larger scale fits."""
     v = operand(x, transpose, rotated)
-    amax = block_amax(v, block)
     uniform = None if seed is None else philox(seed, stream, (v.shape[0], v.shape[1]))
+    codes, scales = single_codes(v, enc, block, four_over_six, uniform)
+    pairs = codes.reshape(v.shape[0], v.shape[1] // 2, 2)
+    return pairs[..., 0] | (pairs[..., 1] << 4), scales
+
+
+def single_codes(
+    v: Tensor, enc: Tensor, block: Block, four_over_six: bool, uniform: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Codes, one per byte, and scales of [rows, K']."""
+    amax = block_amax(v, block)
     codes, scales = _by_largest(v, amax, enc, block, 6.0, uniform)
     if four_over_six:
         errors, others = [], _by_largest(v, amax, enc, block, 4.0, uniform)
@@ -142,8 +152,7 @@ def quantize_nvfp4(
         better = errors[1] < errors[0]
         scales = torch.where(better, others[1].view(torch.uint8), scales.view(torch.uint8)).view(scales.dtype)
         codes = torch.where(spread(better, v.shape, block), others[0], codes)
-    pairs = codes.reshape(v.shape[0], v.shape[1] // 2, 2)
-    return pairs[..., 0] | (pairs[..., 1] << 4), scales
+    return codes, scales
 
 
 def _by_largest(
@@ -158,7 +167,10 @@ def _by_largest(
 
 
 def _value_of(codes: Tensor) -> Tensor:
-    return from_e2m1(codes).view(codes.shape[0], codes.shape[1], 2)[..., 0]
+    """Values of codes, one per byte, by arithmetic alone: compilers fuse it."""
+    m = (codes & 7).to(torch.float32)
+    magnitude = torch.where(m < 4.0, m * 0.5, torch.where(m < 6.0, m - 2.0, m * 2.0 - 8.0))
+    return torch.where(codes > 7, -magnitude, magnitude)
 
 
 def _block_sum(x: Tensor, block: Block) -> Tensor:
@@ -176,6 +188,13 @@ def dequantize_nvfp4(codes: Tensor, scales: Tensor) -> Tensor:
     """``code * s`` in FP32, [rows, K']."""
     block = (1 if scales.shape[0] == codes.shape[0] else SIZE, SIZE)
     return from_e2m1(codes) * spread(scales.to(torch.float32), torch.Size((codes.shape[0], 2 * codes.shape[1])), block)
+
+
+def round_nvfp4(x: Tensor, enc: Tensor, block: Block, four_over_six: bool) -> Tensor:
+    """``code * s`` of a matrix, [R, C] fp32."""
+    v = operand(x, False, False)
+    codes, scales = single_codes(v, enc, block, four_over_six)
+    return (_value_of(codes) * spread(scales.to(torch.float32), v.shape, block))[:, : x.shape[1]]
 
 
 def nvfp4_mm(

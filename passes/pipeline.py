@@ -23,12 +23,14 @@ from .graph.cached_weights import CachedWeights
 from .graph.roles import is_backward
 from .graph.row import Row
 from .graph.rules import Rules
+from .graph.weight_grid import WeightGrid
 from .graph_pass import GraphPass
 from .joint.allow_recompute import AllowRecompute
 from .joint.delay_scales import DelayScales
 from .joint.lower_quantizes import LowerQuantizes
 from .joint.lower_scaled_mm_cpu import LowerScaledMmForCpu
 from .joint.multiply_packed import MultiplyPacked, StackNames
+from .joint.note_grids import NoteGrids
 from .joint.pair_mx import PairMx
 from .joint.pair_quantizes import PairQuantizes
 from .joint.record_amaxes import RecordAmaxes
@@ -158,6 +160,7 @@ class JointPipeline(Pipeline):
     ) -> None:
         self.packed = MultiplyPacked(names, rules.target)
         self.rewrite = RewriteMatmuls(rules, names, strict=strict)
+        self.noted = NoteGrids(rules)
         self.ran, self.inputs = False, inputs or {}
         rewrites, on_cpu = record is None, rules.target == "cpu"
         many_scales, copies = rules.recipe in ("rowwise", "blockwise"), not rules.reads_any_layout
@@ -168,6 +171,7 @@ class JointPipeline(Pipeline):
             (record,                                          not rewrites),
             (self.rewrite,                                    rewrites),
             (ShareQuantizes(),                                rewrites),
+            (self.noted,                                      rewrites and self.noted.applies),
             (UseWeightCache(weights) if weights else None,    rewrites),
             (delay,                                           rewrites),
             (PairQuantizes(),                                 rewrites and many_scales and not on_cpu),
@@ -183,6 +187,11 @@ class JointPipeline(Pipeline):
     @property
     def rows(self) -> list[Row]:
         return [*self.packed.rows, *self.rewrite.rows]
+
+    @property
+    def grids(self) -> list[WeightGrid]:
+        """How forward quantizes the weights that it multiplies by."""
+        return self.noted.grids
 
     def only_decide(self, graph: fx.Graph) -> None:
         """The passes up to the one that decides: ``rows`` is complete then. A dump gets to see all of them."""

@@ -38,7 +38,7 @@ ROOMS = {
     "scaling": set[str](),
     "reporting": {"scaling"},
     "training": {"scaling"},
-    "packing": set[str](),
+    "packing": {"scaling"},
     "backend": {"reporting", "scaling"},
     "aot_package": {"backend", "packing"},
     "cli": {"packing", "reporting"},

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from fp8_compile.config import Config
 from fp8_compile.passes.graph.row import code_path
 from fp8_compile.passes.graph.rules import Rules
+from fp8_compile.passes.graph.weight_grid import WeightGrid
 from fp8_compile.passes.joint.delay_scales import DelayScales
 from fp8_compile.passes.joint.record_amaxes import RecordAmaxes
 from fp8_compile.passes.joint.scale_loss import ScaleLoss
@@ -41,6 +42,7 @@ from .fused_inference_ops import decompose_fused_ops
 from .interpret import NO_CACHE, run_uncompiled
 from .kept_blocks import KeptBlocks, kept_in_graph
 from .module_names import ModuleNames
+from .noted_code import NotedCode
 from .report_cache import ReportCache
 from .rules import make_rules
 from .runner import Code
@@ -120,6 +122,7 @@ class _Graph:
     device: torch.device
     trains: bool
     kept: KeptBlocks
+    grids: Sequence[WeightGrid] = ()  # of its weights; known when it is compiled
 
     def compile(self, inner_compile: Callable[..., Any] | None) -> tuple[Callable[..., Any], Report]:
         """The code and what it does; once more with more room where the graph has more tensors than was foreseen."""
@@ -146,9 +149,12 @@ class _Graph:
 
         if joint.ran:
             report = Report(tuple(joint.rows), config.recipe, self.rules.target, cache="off" if dump else "miss")
-            stored.write(report, slots.to_list() if slots else [], weights.to_list() if weights else [])
+            self.grids = joint.grids
+            grids = [grid.to_list() for grid in self.grids]
+            stored.write(report, slots.to_list() if slots else [], weights.to_list() if weights else [], grids)
         else:
             report = stored.read()
+            self.grids = list(map(WeightGrid.from_list, stored.grids))
             if slots:
                 slots.adopt(stored.slots)
             if weights:
@@ -190,7 +196,7 @@ class _Graph:
     def _with_state(self, compiled: Code, report: Report, dump: GraphDump | None) -> Code:
         """The code with the state that it needs, call after call."""
         if not self._added and (self.state is None or self.trains):
-            return compiled
+            return NotedCode(compiled, self.grids) if self.trains and self.grids else compiled
         slots = self.slots if self.slots and self.slots.uses else None
         looks = slots is not None and not slots.frozen and not self._looks_itself
         warms = slots is not None and self.config.warmup_steps > 0 and torch.is_grad_enabled()
@@ -200,7 +206,7 @@ class _Graph:
             compiled,
             Caller(self.gm),
             self.config,
-            GraphInputs(self.slots, self.weights, self.loss_scale is not None, self.device),
+            GraphInputs(self.slots, self.weights, self.loss_scale is not None, self.device, self.grids),
             self.names.parameters(),
             Prefix(self.names.frame),
             self.trains,

@@ -58,9 +58,18 @@ class ReportCache:
         assert self.stored is not None
         return self.stored["weights"]
 
-    def write(self, report: Report, slots: list[Any], weights: Sequence[Any] = ()) -> None:
+    @property
+    def grids(self) -> list[Any]:
+        """How the code quantizes weights; see ``WeightGrid.to_list``."""
+        assert self.stored is not None
+        return self.stored["grids"]
+
+    def write(
+        self, report: Report, slots: list[Any], weights: Sequence[Any] = (), grids: Sequence[Any] = ()
+    ) -> None:
         """Best effort: without it the next process compiles again."""
-        data = {"word": self.word, "report": report.to_dict(), "slots": slots, "weights": list(weights)}
+        lists = {"slots": slots, "weights": list(weights), "grids": list(grids)}
+        data = {"word": self.word, "report": report.to_dict(), **lists}
         with contextlib.suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with written_beside(self.path, sync=False, own_part=True) as part:
@@ -71,7 +80,7 @@ def _load(path: pathlib.Path) -> dict[str, Any] | None:
     try:
         data = json.loads(path.read_text())
         Report.from_dict(data["report"])
-        lists = isinstance(data["slots"], list) and isinstance(data["weights"], list)
+        lists = all(isinstance(data[name], list) for name in ("slots", "weights", "grids"))
         return data if isinstance(data["word"], str) and lists else None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from fp8_compile.kernels.delayed_scaling import ABSENT
 from fp8_compile.passes.graph.slot import Place, Slot
+from fp8_compile.scaling.frozen_weights import FrozenWeights
 from fp8_compile.scaling.graph_slots import BoundSlots
 from fp8_compile.scaling.graph_weights import FreshWeights
 from fp8_compile.scaling.recorder import RunRecorder
@@ -53,7 +54,7 @@ class Runner:
         state: ScalingState | None,
         slots: BoundSlots | None = None,
         inputs: Sequence[Tensor] = (),
-        fresh: FreshWeights | None = None,
+        fresh: FreshWeights | FrozenWeights | None = None,
         *,
         trains: bool,
         looking: Code | None = None,

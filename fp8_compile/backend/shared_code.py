@@ -16,13 +16,18 @@ import torch
 from torch import Tensor, fx, nn
 
 from fp8_compile.config import Config
+from fp8_compile.passes.graph.roles import Role
+from fp8_compile.passes.graph.weight_grid import WeightGrid
 from fp8_compile.scaling.coverage import note_fp8
 from fp8_compile.scaling.find_state import state_of_modules
+from fp8_compile.scaling.frozen_weights import FrozenWeights
 from fp8_compile.scaling.graph_slots import BoundSlots, GraphSlots
 from fp8_compile.scaling.graph_weights import FreshWeights, GraphWeights
-from fp8_compile.scaling.layout import Prefix
+from fp8_compile.scaling.layout import Prefix, moved
 from fp8_compile.scaling.loss_scale import loss_scale_in_use
 from fp8_compile.scaling.recorder import RunRecorder
+from fp8_compile.scaling.state import ScalingState
+from fp8_compile.scaling.training_grids import note_grids
 from fp8_compile.torch_internals.dynamo import (
     compiled_root,
     evaluated,
@@ -71,6 +76,7 @@ class GraphInputs:
     weights: GraphWeights | None = None
     scaled: bool = False
     device: torch.device = torch.device("cpu")
+    grids: Sequence[WeightGrid] = ()  # of the weights that a training graph reads
 
 
 @dataclasses.dataclass
@@ -123,11 +129,15 @@ class SharedCode:
             note_fp8(modules)
         state = state_of_modules(modules, self.caller.code) if self.keeps_state else None
         prefix, given, inputs = self._prefix_in(modules, args), self.inputs, list[Tensor]()
-        slots, fresh = None, None
+        if self.trains:
+            note_grids(given.grids, args, state, given.slots, prefix)
+        slots = None
+        fresh: FreshWeights | FrozenWeights | None = None
         if given.slots is not None and state is not None:
             copied = {use.tensor for use in given.weights.uses.values()} if given.weights is not None else ()
             slots = given.slots.bound(state, prefix, besides=copied)
             inputs += slots.inputs
+            fresh = self._frozen_weights(state, slots, prefix)
         if given.weights is not None and state is not None:
             # A training loop that has ended leaves code with copies, which are still renewed.
             copies = given.weights.bound(state.weights or state.new_weights(), prefix, args)
@@ -151,6 +161,18 @@ class SharedCode:
             warmup_steps=self.config.warmup_steps,
             recorder=recorder,
         )
+
+    def _frozen_weights(self, state: ScalingState, slots: BoundSlots, prefix: Prefix) -> FrozenWeights | None:
+        """What looks after the weights whose scales are frozen in an inference graph."""
+        given = self.inputs.slots
+        if given is None or not slots.frozen:
+            return None
+        found = {}
+        for use in (use for use in given.uses if use.role is Role.WEIGHT):
+            slot = state.slot_of(moved(use, given.prefix, prefix), given.layout.frame)
+            arguments = [index for index, names in self.parameters.items() if use.parameter in names]
+            found |= {index: (slot, slots.places[slot]) for index in arguments[:1]}
+        return FrozenWeights(state, found) if found else None
 
     @staticmethod
     def _name_of(modules: list[nn.Module], prefix: Prefix) -> str:

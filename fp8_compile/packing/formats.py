@@ -19,9 +19,10 @@ from typing import Any, Callable, ClassVar, Generic, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from fp8_compile.kernels import fp8_blocks, fp8_inputs, fp8_weight
+from fp8_compile.kernels import fp8_blocks, fp8_inputs, fp8_weight, mx_weight
 from fp8_compile.kernels.fp8_blocks import FP8Blocks
 from fp8_compile.kernels.fp8_weight import FP8Weight
+from fp8_compile.kernels.mx_weight import MXWeight
 from fp8_compile.kernels.nvfp4 import ops as nvfp4
 from fp8_compile.kernels.nvfp4.quantize import METHODS, NEED_HESSIAN, check_method, own_global_scale, quantize_nvfp4
 from fp8_compile.kernels.nvfp4.weight import NVFP4Weight
@@ -29,11 +30,13 @@ from fp8_compile.kernels.nvfp4.weight import NVFP4Weight
 from .calibration import Calibration
 from .checkpoints.block_layouts import BLOCK_LAYOUTS
 from .checkpoints.layouts import FP8_LAYOUTS, NVFP4_LAYOUTS, Layout
+from .checkpoints.mx_layouts import MX_LAYOUTS
 from .input_scales import static_scales
 from .linear_layers import fused_groups
 from .packed_blocks import FP8BlockLinear, FP8BlockStack
 from .packed_experts import FP8Stack, NVFP4Stack, PackedStack
 from .packed_linear import FP8Linear, NVFP4Linear, PackedLinear
+from .packed_mx import MXFP8Linear, MXFP8Stack
 from .packed_weight import Matrix
 
 log = logging.getLogger("fp8_compile")
@@ -204,11 +207,11 @@ class FP8Format(Format[FP8Weight]):
 
 
 class FP8BlocksFormat(Format[FP8Blocks]):
-    """E4M3 with one scale per block of 128 x 128: what DeepSeek and Qwen publish. It has no kernel that multiplies."""
+    """E4M3 with one scale per block of 128 x 128: what DeepSeek and Qwen publish."""
 
     name, title, weights = "fp8_blocks", "FP8 by blocks", "FP8 weights by blocks of 128 x 128"
     matrix, linear, stack = FP8Blocks, FP8BlockLinear, FP8BlockStack
-    activations = (None,)
+    activations = fp8_blocks.ACTIVATIONS
     layouts = BLOCK_LAYOUTS
     fallback = "rtn"
     measures_on_inputs = False
@@ -241,8 +244,38 @@ class FP8BlocksFormat(Format[FP8Blocks]):
         return FP8Blocks(*(torch.cat(parts) for parts in zip(*matrices)))
 
 
-NVFP4, FP8, FP8_BLOCKS = NVFP4Format(), FP8Format(), FP8BlocksFormat()
-FORMATS: dict[str, Format[Any]] = {format.name: format for format in (NVFP4, FP8, FP8_BLOCKS)}
+class MXFP8Format(Format[MXWeight]):
+    """E4M3 with one power of two per 32 values along K, or per tile of 32 x 32."""
+
+    name, title, weights = "mxfp8", "MXFP8", "MXFP8 weights"
+    matrix, linear, stack = MXWeight, MXFP8Linear, MXFP8Stack
+    activations = mx_weight.ACTIVATIONS
+    layouts = MX_LAYOUTS
+    fallback = "rtn"
+    measures_on_inputs = False
+
+    def check(self, method: str | None, options: Mapping[str, Any], activations: str | None, calibrated: bool) -> None:
+        if method not in (None, "rtn") or options or calibrated:
+            raise ValueError("format='mxfp8' has one method, 'rtn', without more; leave the rest out")
+
+    def method(self, asked: str | None, calibrated: bool) -> str:
+        return "rtn"
+
+    def quantize(
+        self, w: Tensor, method: str, hessian: Tensor | None, *, name: str, shared: Tensor | None = None, **options: Any
+    ) -> MXWeight:
+        return mx_weight.quantize(w, name, tiles=options.get("tiles", False))
+
+    def rows(self, matrix: MXWeight, rows: slice) -> MXWeight:
+        codes, scales = mx_weight.by_rows(matrix)
+        return MXWeight(codes[rows].contiguous(), scales[rows].contiguous())
+
+    def concatenate(self, matrices: Sequence[MXWeight], name: str) -> MXWeight:
+        return MXWeight(*(torch.cat(parts) for parts in zip(*map(mx_weight.by_rows, matrices))))
+
+
+NVFP4, FP8, FP8_BLOCKS, MXFP8 = NVFP4Format(), FP8Format(), FP8BlocksFormat(), MXFP8Format()
+FORMATS: dict[str, Format[Any]] = {format.name: format for format in (NVFP4, FP8, FP8_BLOCKS, MXFP8)}
 
 
 def format_of(module: nn.Module) -> Format[Any]:

@@ -13,6 +13,7 @@ from .calibration import Calibration
 from .choose import choose_weights
 from .formats import FORMATS, Settings
 from .linear_layers import unwrapped
+from .pack_as_trained import check_arguments, pack_as_trained
 from .pack_report import PackReport, PackRow
 from .packer import Packer
 
@@ -21,7 +22,7 @@ log = logging.getLogger("fp8_compile")
 
 def pack(
     model: nn.Module,
-    format: str = "nvfp4",
+    format: str | None = None,
     method: str | None = None,
     calibration: Calibration | None = None,
     exclude: Sequence[str] = (),
@@ -31,10 +32,12 @@ def pack(
     block_size: int = 16,
     sequential: bool | None = None,
     progress: bool = True,
+    scales: str | nn.Module | None = None,
     **options: Any,
 ) -> PackReport:
     """Replace the weights of linear layers and experts by packed ones, in place; the report says what became of each.
 
+    ``format`` is "nvfp4" by default, or "fp8", "fp8_blocks", "mxfp8".
     ``method`` is one of ``quantize_nvfp4``'s, by default "gptq" with a calibration and "sweep" without; ``options``
     are that method's. ``exclude`` and ``include`` are globs on dotted names; output heads are left alone unless
     ``include`` names them. ``activations``: None keeps inputs exact. Of NVFP4: "int8" rounds them by blocks of 16 as
@@ -45,8 +48,17 @@ def pack(
     ``sequential``: layers are packed in the order in which they run, each by what its inputs are now that the layers
     before it are packed. That needs the calibration's batches a second time: it is the default where they are a list.
     It costs one run of the batches, as far as the layer, for every group of layers that share an input.
+
+    ``scales="training"``: one grid from training to serving. Weights get the codes and scales that a training forward
+    of ``backend="fp8"`` has for them, inputs are rounded as there, and the recipe says which format that is; what
+    training left in high precision stays. For a copy of the model, ``scales`` is the model that was trained.
     """
     root = unwrapped(model)
+    if scales is not None:
+        given = {"method": method, "calibration": calibration, "activations": activations, "sequential": sequential}
+        check_arguments({**{name: one for name, one in given.items() if one is not None}, **options})
+        return _finished(root, pack_as_trained(root, scales, format, include, exclude, progress))
+    format = format or "nvfp4"
     calibrated = calibration is not None
     settings = settings_of(format, method, activations, calibrated, block_size, options)
     chosen, stacks, skipped = choose_weights(root, include, exclude)
@@ -60,13 +72,17 @@ def pack(
         packer.pack_calibrated(calibration, sequential, progress)
     else:
         packer.pack_all(calibration, progress)
+    return _finished(root, [*packer.rows, *skipped])
+
+
+def _finished(root: nn.Module, rows: list[PackRow]) -> PackReport:
     if hasattr(root, "save_pretrained") and hasattr(root, "base_model_prefix"):  # a model of transformers
         with contextlib.suppress(ImportError):  # of a release without quantizers of other packages
             from .checkpoints.pretrained import let_it_save
 
             let_it_save(root)
     adopt(root)
-    report = PackReport(tuple([*packer.rows, *skipped]))
+    report = PackReport(tuple(rows))
     log.info("%s", report.summary())
     return report
 

@@ -97,6 +97,14 @@ class PackedLinear(PackedWeight):
         """rows [M, K] times the transposed weight, from its packed form, with a gradient."""
         raise NotImplementedError
 
+    def bias_as(self, dtype: torch.dtype) -> Tensor | None:
+        return None if self.bias is None else self.bias.to(dtype)
+
+    @staticmethod
+    def is_transposed(layer: nn.Module) -> bool:
+        """True if a layer, packed or not, has or had its weight as [K, N]."""
+        return layer.transposed if isinstance(layer, PackedLinear) else is_conv1d(layer)
+
     def _times_weight(self, rows: Tensor) -> Tensor:
         """``rows @ weight.T + bias``. Under a compiler it is written out: what becomes of it is up to the passes."""
         if torch.compiler.is_compiling():
@@ -130,8 +138,12 @@ class NVFP4Linear(NVFP4Parts, PackedLinear):
         activations: str | None,
         input_scale: Tensor | None = None,
     ) -> None:
-        assert input_scale is None
-        transposed = is_conv1d(layer)
+        if input_scale is not None:
+            from .packed_nvfp4_inputs import NVFP4InputsLinear
+
+            NVFP4InputsLinear.convert(layer, weight, dtype, None, input_scale)
+            return
+        transposed = cls.is_transposed(layer)
         layer.__class__ = cls
         assert isinstance(layer, NVFP4Linear)
         layer.transposed = transposed
@@ -193,7 +205,7 @@ class FP8Linear(PackedLinear):
         activations: str | None,
         input_scale: Tensor | None = None,
     ) -> None:
-        transposed = is_conv1d(layer)
+        transposed = cls.is_transposed(layer)
         layer.__class__ = cls
         assert isinstance(layer, FP8Linear)
         layer.transposed = transposed
@@ -222,7 +234,7 @@ class FP8Linear(PackedLinear):
     def forward(self, input: Tensor) -> Tensor:
         rows = input.reshape(-1, self.in_features)
         if self.activations is not None:
-            rows = round_inputs_op(rows, self.input_scale)
+            rows = round_inputs_op(autocast(rows), self.input_scale)
         return self._times_weight(rows).view(*input.shape[:-1], self.out_features)
 
     def multiply(self, rows: Tensor) -> Tensor:

@@ -1,10 +1,11 @@
-"""Inference with fixed input scales: those that training has found, or those of a calibration.
+"""Inference with fixed scales: those that training has found, or those of a calibration.
 
     reach       = F / quant_scale of the last training step            or the calibration's amax * 2**margin
     quant_scale = F / reach                                            for every input of that layer, from now on
 
 Without it an inference graph takes each input's scale from the input itself, which reads the input twice. With it an
-input beyond ``reach`` is saturated; ``scaling_state(model)`` counts how often that happened.
+input beyond ``reach`` is saturated; ``scaling_state(model)`` counts how often that happened. Training has found scales
+of weights, too: with them inference multiplies by the codes that training multiplies by (``frozen_weights.py``).
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from .state import KnowsAmaxes, ScalingState
 
 
 def freeze_scales(model: nn.Module | Callable[..., Any], calibration: KnowsAmaxes | None = None) -> None:
-    """Fix the scales of inputs for inference: as training has found them, or by a calibration of the same model.
+    """Fix scales for inference: those of inputs and weights as training has found them, or those of inputs by a
+    calibration of the same model.
 
     Inputs that neither knows take their own scale as before, with a line in the log that names them. Training is not
     affected. ``scaling_state(model).unfreeze()`` undoes it.
@@ -55,9 +57,12 @@ def _states(model: nn.Module | Callable[..., Any]) -> dict[str, ScalingState]:
 
 def _of_training(state: ScalingState) -> dict[str, float]:
     saved = state.state_dict()
-    inputs = [key for key in saved if key.endswith(".scale") and f".{Role.INPUT}" in key.rpartition("#")[2]]
-    reach = {key.removesuffix(".scale"): float(saved[key]) for key in inputs if float(saved[key]) > 0}
-    return {slot: float(saved[f"{slot}.largest"]) / scale for slot, scale in reach.items()}
+    roles = [f".{role}" for role in (Role.INPUT, Role.WEIGHT)]
+    keys = [key for key in saved if key.endswith(".scale") and any(role in key.rpartition("#")[2] for role in roles)]
+    scales = {key.removesuffix(".scale"): float(saved[key]) for key in keys if float(saved[key]) > 0}
+    copied = {str(slot): float(scale) for slot, scale in state.weights.scales().items()} if state.weights else {}
+    scales |= {slot: scale for slot, scale in copied.items() if slot in scales}
+    return {slot: float(saved[f"{slot}.largest"]) / scale for slot, scale in scales.items()}
 
 
 def _of_calibration(prefix: str, state: ScalingState, calibration: KnowsAmaxes) -> dict[str, float]:

@@ -131,14 +131,14 @@ class GraphSlots:
         """True if code from Inductor's cache was compiled with places that are right here, too: each is taken by the
         same tensor or free."""
         return all(
-            self.layout.may_have(operand_of(use_from_list(use), self.prefix), Place(table, row))
+            self.layout.may_have(operand_of(TensorUse.from_list(use), self.prefix), Place(table, row))
             for *use, table, row in stored
         )
 
     def adopt(self, stored: Iterable[Any]) -> None:
         """Take the places that code from Inductor's cache was compiled with."""
         for *fields, table, row in stored:
-            use = use_from_list(fields)
+            use = TensorUse.from_list(fields)
             self.layout.put(operand_of(use, self.prefix), Place(table, row))
             self.uses[use] = Place(table, row)
 
@@ -191,9 +191,3 @@ def _matmuls(gm: fx.GraphModule) -> int:
     graphs = [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
     names = (str(node.target).lower() for graph in graphs for node in graph.nodes if node.op.startswith("call"))
     return sum(any(part in name for part in MATMULS) for name in names)
-
-
-def use_from_list(fields: list[Any]) -> TensorUse:
-    """A :class:`TensorUse` that was stored as plain data."""
-    module, parameter, line, ordinal, role, part, number = fields
-    return TensorUse(module, parameter, line, ordinal, Role(role), part, number)

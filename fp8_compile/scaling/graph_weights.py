@@ -11,13 +11,13 @@ from torch import Tensor, fx, nn
 from fp8_compile.kernels.cpu.fingerprint import Fingerprints
 from fp8_compile.passes.graph.cached_weights import CODES, SCALES, TRANSPOSED, Use, weight_input
 from fp8_compile.passes.graph.rules import Rules
-from fp8_compile.passes.graph.slot import FORWARD
+from fp8_compile.passes.graph.slot import FORWARD, TensorUse
 from fp8_compile.torch_internals.autograd import are_as_seen, version
 from fp8_compile.torch_internals.dynamo import real_input
 from fp8_compile.torch_internals.modules import gathered_by_fsdp, local_part
 
 from .cached_weight import CachedWeight
-from .graph_slots import GraphSlots, use_from_list
+from .graph_slots import GraphSlots
 from .layout import Prefix, moved
 from .weight_cache import CopyForm, WeightCache
 from .weight_sampler import Sampler
@@ -84,7 +84,7 @@ class GraphWeights:
 
     def adopt(self, stored: Iterable[Any]) -> None:
         for argument, via, *tensor in stored:
-            self.use(Use(argument, use_from_list(tensor), getattr(torch, via) if via else None))
+            self.use(Use(argument, TensorUse.from_list(tensor), getattr(torch, via) if via else None))
 
 
 @dataclasses.dataclass

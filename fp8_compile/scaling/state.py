@@ -167,6 +167,16 @@ class ScalingState:
         """Where training keeps a slot."""
         return self._places.get((slot, False))
 
+    def scale_of(self, slot: Slot) -> Tensor | None:
+        """The quant_scale of what forward quantizes, as the next training run will use it, fp32 []; None where no amax
+        has entered."""
+        place = self.place_of(slot)
+        if place is None:
+            return None
+        self.settle_table(place.table)
+        scale = self.tables[place.table].scales[QUANT, place.row].clone()
+        return scale if float(scale) > 0 else None
+
     def slots(self) -> Iterator[tuple[Slot, Place]]:
         """Every slot and its place."""
         return ((slot, place) for (slot, _), place in self._places.items())
@@ -237,7 +247,7 @@ class ScalingState:
         for slot, place in self.slots():
             table = self.tables[place.table]
             if table.kind.direction == FROZEN and (limit := self.frozen_reach(slot)) is not None:
-                table.freeze(place.row, limit)
+                table.freeze(place.row, limit, exactly=slot.role is Role.WEIGHT)
         self._mark_frozen()
 
     def unfreeze(self) -> None:
@@ -258,10 +268,10 @@ class ScalingState:
             reset_code(code)  # there is no module that a guard could ask
 
     def frozen_reach(self, slot: Slot) -> float | None:
-        """The magnitude that the frozen scale of an input reaches to; None: its scale is not frozen."""
-        if slot.role is not Role.INPUT or self.frozen is None:
+        """The magnitude that the frozen scale of an input or a weight reaches to; None: its scale is not frozen."""
+        if slot.role is Role.GRAD_OUTPUT or self.frozen is None:
             return None
-        return self.frozen.get(str(slot), self.frozen.get(slot.layer))
+        return self.frozen.get(str(slot), self.frozen.get(slot.layer) if slot.role is Role.INPUT else None)
 
     def begin_graph(self, frame: str, compilation: Any) -> str:
         """A name for the graph that a compilation makes of a frame: the frame's; where one compilation makes several
@@ -358,7 +368,7 @@ class ScalingState:
         if table.kind.direction == FROZEN:
             reach = self.frozen_reach(slot)
             assert reach is not None, slot
-            table.freeze(row, reach)
+            table.freeze(row, reach, exactly=slot.role is Role.WEIGHT)
             return
         saved = self._saved.take(slot, tensor.old_name, table.kind.length)
         if saved is not None:

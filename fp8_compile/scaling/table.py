@@ -73,10 +73,13 @@ class Table:
         """Have the tensors of some slots scaled by their own amax, whatever is known of them; or no longer."""
         self.counts.data[LOOK, rows] = int(on)
 
-    def freeze(self, row: int, reach: float) -> None:
-        """Fix a slot's scale: it reaches to that magnitude."""
-        scale = min(self.kind.largest / reach, torch.finfo(torch.float32).max)
-        self.scales.data[QUANT, row], self.scales.data[DEQUANT, row] = scale, 1.0 / scale
+    def freeze(self, row: int, reach: float, *, exactly: bool = False) -> None:
+        """Fix a slot's scale: it reaches to that magnitude. Unless ``exactly``, to a number that is the reciprocal of
+        its reciprocal: packed layers and checkpoints store the reciprocal alone."""
+        scale = torch.tensor(self.kind.largest / reach).clamp_max(torch.finfo(torch.float32).max)
+        dequant = scale.reciprocal()
+        self.scales.data[QUANT, row] = scale if exactly else dequant.reciprocal()
+        self.scales.data[DEQUANT, row] = dequant
 
     def keep(self) -> None:
         """Remember everything as it is now."""

@@ -140,6 +140,11 @@ class WeightCache:
         """The copies by slot."""
         return {entry.slot: entry for entry in self.copies()}
 
+    def scales(self) -> dict[Slot, Tensor]:
+        """The quant_scales of the copies that are as new as their weights."""
+        pairs = [(copy, weight) for copy in self.copies() if (weight := copy.current()) is not None]
+        return {copy.slot: copy.scales[QUANT].clone() for copy, w in pairs if not copy.is_stale(w, self.state.epoch)}
+
     def memory_bytes(self) -> int:
         return sum(tensor.nbytes for entry in self.copies() for tensor in entry.tensors())
 

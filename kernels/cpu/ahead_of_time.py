@@ -13,7 +13,7 @@ import pathlib
 
 import torch
 
-from fp8_compile.kernels import experts, fp8_weight
+from fp8_compile.kernels import experts, fp8_weight, mxfp8
 from fp8_compile.kernels.fp8_inputs import quantize_inputs_op
 from fp8_compile.kernels.nvfp4.ops import mm_op
 from fp8_compile.torch_internals.inductor import cpp_compiler
@@ -50,6 +50,14 @@ SHIMS = {
     scaled_mm_op: [
         "AOTITorchError aoti_torch_cpu_scaled_mm(AtenTensorHandle, AtenTensorHandle, AtenTensorHandle,"
         " AtenTensorHandle, AtenTensorHandle*, int32_t, AtenTensorHandle*)"
+    ],
+    mxfp8.quantize_mx_op: [
+        "AOTITorchError aoti_torch_cpu_quantize_mx(AtenTensorHandle, const int64_t*, int64_t, AtenTensorHandle*,"
+        " AtenTensorHandle*)"
+    ],
+    mxfp8.mx_mm_op: [
+        "AOTITorchError aoti_torch_cpu_mx_mm(AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle,"
+        " AtenTensorHandle*, int32_t, AtenTensorHandle*)"
     ],
     quantize_mm_op: [
         "AOTITorchError aoti_torch_cpu_quantize_mm(AtenTensorHandle, AtenTensorHandle*, AtenTensorHandle,"

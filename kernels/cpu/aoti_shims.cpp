@@ -90,6 +90,22 @@ __attribute__((visibility("default"))) AOTITorchError aoti_torch_cpu_scaled_mm(
   });
 }
 
+__attribute__((visibility("default"))) AOTITorchError aoti_torch_cpu_quantize_mx(
+    AtenTensorHandle x, const int64_t* block, int64_t sizes, AtenTensorHandle* codes, AtenTensorHandle* scales) {
+  return without_exceptions([&] {
+    fp8::Two made = fp8::quantize_mx(Tensor(x), std::vector<int64_t>(block, block + sizes));
+    *codes = made.first.give(), *scales = made.second.give();
+  });
+}
+
+__attribute__((visibility("default"))) AOTITorchError aoti_torch_cpu_mx_mm(
+    AtenTensorHandle left, AtenTensorHandle right, AtenTensorHandle scale_left, AtenTensorHandle scale_right,
+    AtenTensorHandle* bias, int32_t out_dtype, AtenTensorHandle* result) {
+  return without_exceptions([&] {
+    *result = fp8::mx_mm(Tensor(left), Tensor(right), Tensor(scale_left), Tensor(scale_right), optional(bias), out_dtype).give();
+  });
+}
+
 __attribute__((visibility("default"))) AOTITorchError aoti_torch_cpu_quantize_mm(
     AtenTensorHandle x, AtenTensorHandle* scale, AtenTensorHandle weight, AtenTensorHandle* weight_scale, AtenTensorHandle* bias,
     int32_t e5m2, int32_t rows, AtenTensorHandle* result) {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol
+from typing import Any, Protocol, Sequence
 
 from torch import fx
 
@@ -29,6 +29,12 @@ class TensorUse:
     role: Role
     part: int | None = None  # which product of a stack it is
     number: int = 0  # which of the module's matmuls in this graph it is: slots were named so before version 0.2
+
+    @classmethod
+    def from_list(cls, fields: Sequence[Any]) -> TensorUse:
+        """Of what ``dataclasses.astuple`` and JSON have made of one."""
+        module, parameter, line, ordinal, role, part, number = fields
+        return cls(module, parameter, line, ordinal, Role(role), part, number)
 
     @property
     def direction(self) -> str:

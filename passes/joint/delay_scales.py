@@ -120,8 +120,10 @@ class DelayScales(GraphPass):
 
 
 def delayed_nodes(graph: fx.Graph) -> list[fx.Node]:
-    """What takes its scale from the state: FP8 quantizes, and the scales of whole tensors in NVFP4."""
-    return [node for node in graph.nodes if node.target in (quantize_op, global_scale_op)]
+    """What takes its scale from the state: FP8 quantizes, and the scales of whole tensors in NVFP4. Inputs of packed
+    layers are not tensors of the recipe's."""
+    quantizes = (node for node in graph.nodes if node.target in (quantize_op, global_scale_op))
+    return [node for node in quantizes if mark_of(node).use is not None]
 
 
 def largest_of(node: fx.Node) -> float:

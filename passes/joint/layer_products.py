@@ -79,7 +79,7 @@ class LayerGradient(PackedProduct):
 
 
 def find_layer_gradient(node: fx.Node) -> LayerGradient | None:
-    """The gradient's product with the packed weight of a layer, if a node is one."""
+    """The gradient's product with the packed weight of a layer, if a node is one that has a product of its own."""
     if node.target is not aten.mm.default:
         return None
     grad, weight = node.args
@@ -87,11 +87,13 @@ def find_layer_gradient(node: fx.Node) -> LayerGradient | None:
     dequantize = _dequantize_of(weight, flipped=False)
     if not is_backward(node) or dequantize is None or value(grad).dtype not in DTYPES:
         return None
+    if not OF_LAYERS[dequantize.target].multiplies_grad():
+        return None
     return LayerGradient(node, grad, dequantize)
 
 
-def find_layer_product(node: fx.Node) -> LayerProduct | None:
-    """The product of a node with the packed weight of a layer, if it is one."""
+def find_layer_product(node: fx.Node, target: str = "cpu") -> LayerProduct | None:
+    """The product of a node with the packed weight of a layer, if it is one that the target can run from it."""
     bias: object = None
     if node.target is aten.mm.default:
         x, weight = node.args
@@ -104,8 +106,10 @@ def find_layer_product(node: fx.Node) -> LayerProduct | None:
     matrix_added = bias is not None and value(bias).dim() != 1
     if is_backward(node) or matrix_added or dequantize is None or value(x).dtype not in DTYPES:
         return None
-    x, rounding = _before_rounding(x, OF_LAYERS[dequantize.target])
-    return LayerProduct(node, Operands(x, dequantize, bias, rounding))
+    format = OF_LAYERS[dequantize.target]
+    x, rounding = _before_rounding(x, format)
+    operands = Operands(x, dequantize, bias, rounding)
+    return LayerProduct(node, operands) if format.multiplies(operands, target) else None
 
 
 def _dequantize_of(weight: fx.Node, flipped: bool = True) -> fx.Node | None:

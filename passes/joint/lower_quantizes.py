@@ -7,6 +7,8 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8_compile.kernels.dequantize_operand import FORMULAS
+from fp8_compile.kernels.nvfp4.inputs import round_inputs_op as nvfp4_round_op
+from fp8_compile.kernels.nvfp4.inputs import written_out
 from fp8_compile.kernels.nvfp4_training import global_scale, global_scale_op
 from fp8_compile.kernels.quantize import Block, cast, quantize_op, scales, spread
 from fp8_compile.kernels.stochastic_cast import cast_stochastic
@@ -53,6 +55,13 @@ class LowerQuantizes(GraphPass):
             replace_results(graph, node, scales)
         dequantized = _lower_dequantizes(graph)
         inputs = lower_quantize_inputs(graph) if self.target != "cpu" else 0
+        rounds = graph.find_nodes(op="call_function", target=nvfp4_round_op)
+        for node in rounds:
+            with graph.inserting_before(node):
+                result = inline(graph, written_out, *node.args, like=node)
+            node.replace_all_uses_with(result)
+            graph.erase_node(node)
+        inputs += len(rounds)
         return PassReport(len(nodes) + len(whole) + dequantized + inputs, "quantizes lowered")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Callable
 
 from torch import fx
@@ -69,7 +70,8 @@ class MultiplyPacked(GraphPass):
         return PassReport(len(found) + lookups, what)
 
     def _find(self, graph: fx.Graph) -> list[PackedProduct]:
-        kinds: list[Callable[[fx.Node], PackedProduct | None]] = [find_layer_product, find_layer_gradient]
+        in_layers = functools.partial(find_layer_product, target=self.target)
+        kinds: list[Callable[[fx.Node], PackedProduct | None]] = [in_layers, find_layer_gradient]
         if self.target == "cpu":  # GPUs have no product with experts here
             kinds.append(find_experts_product)
         return [product for find in kinds for node in graph.nodes if (product := find(node)) is not None]

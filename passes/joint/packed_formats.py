@@ -15,12 +15,19 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from fp8_compile.kernels import experts, fp8_inputs, fp8_weight
+from fp8_compile.kernels import experts, fp8_blocks, fp8_inputs, fp8_weight, mx_weight
+from fp8_compile.kernels.cpu.scaled_mm import scaled_mm_op
+from fp8_compile.kernels.formats import E4M3
+from fp8_compile.kernels.mxfp8 import mx_mm_op, quantize_mx_op
 from fp8_compile.kernels.nvfp4 import ops as nvfp4
+from fp8_compile.kernels.quantize import quantize_op
 from fp8_compile.torch_internals.graphs import OpOverload
 
-from ..graph.emit import emit, value
+from ..graph.emit import emit, getitem, value
+from ..graph.marks import Kind, Mark
 from .multiply_fp8 import multiply_fp8, reason_against_fp8
+
+aten = torch.ops.aten
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,13 +68,21 @@ class PackedFormat(abc.ABC):
     name: ClassVar[str]
     values: ClassVar[str]  # what a weight's codes are, in rows
     dequantize: OpOverload
-    dequantize_experts: OpOverload
+    dequantize_experts: OpOverload | None  # None: no product reads packed experts
     experts_arguments: ClassVar[int]  # of ``dequantize_experts``, before ``which``
     round: OpOverload  # of a layer's inputs; the first argument is what is rounded
 
     @abc.abstractmethod
     def rounding(self, node: fx.Node) -> Rounding:
         """What a node of ``round`` does."""
+
+    def multiplies(self, operands: Operands, target: str) -> bool:
+        """True if there is a product that reads the packed form for such operands."""
+        return True
+
+    def multiplies_grad(self) -> bool:
+        """The same for gradients."""
+        return True
 
     @abc.abstractmethod
     def inputs(self, operands: Operands, target: str) -> Inputs:
@@ -175,9 +190,71 @@ class FP8(PackedFormat):
         return emit(graph, experts.fp8_mm_grad_op, grad, codes, scales, which, rows, like=like)
 
 
-FORMATS: tuple[PackedFormat, ...] = (NVFP4(), FP8())
+class BlockScaled(PackedFormat):
+    """FP8 by blocks, as training has it: where inputs are rounded too, the product is training's own. With exact inputs,
+    in backward, and on GPUs the weight is dequantized, as experts of such formats are everywhere."""
+
+    dequantize_experts, experts_arguments = None, 0
+
+    def rounding(self, node: fx.Node) -> Rounding:
+        return Rounding(self.name)
+
+    def multiplies(self, operands: Operands, target: str) -> bool:
+        return operands.rounding is not None and target == "cpu"
+
+    def multiplies_grad(self) -> bool:
+        return False
+
+    def inputs(self, operands: Operands, target: str) -> Inputs:
+        return Inputs("e4m3", self.words)
+
+    def multiply_experts(
+        self, graph: fx.Graph, x: fx.Node, dequantize: fx.Node, which: fx.Node, rows: str, *, like: fx.Node
+    ) -> fx.Node:
+        raise AssertionError(f"experts in {self.name} are dequantized")
+
+    def multiply_grad(self, graph: fx.Graph, grad: fx.Node, dequantize: fx.Node, *, like: fx.Node) -> fx.Node:
+        raise AssertionError(f"{self.name} is dequantized in backward")
+
+    def multiply_experts_grad(
+        self, graph: fx.Graph, grad: fx.Node, dequantize: fx.Node, which: fx.Node, rows: str, *, like: fx.Node
+    ) -> fx.Node:
+        raise AssertionError(f"experts in {self.name} are dequantized")
+
+    words: ClassVar[str]
+
+
+class FP8Blocks(BlockScaled):
+    name, values, words = "fp8_blocks", "e4m3", "a scale per 128 values"
+    dequantize, round = fp8_blocks.dequantize_op, fp8_blocks.round_inputs_op
+
+    def multiply(self, graph: fx.Graph, operands: Operands, target: str, *, like: fx.Node) -> fx.Node:
+        codes, scales, _ = operands.dequantize.args
+        both = emit(graph, quantize_op, operands.x, E4M3.dtype, list(fp8_blocks.INPUTS), like=like)
+        q, scale = getitem(graph, both, 0), getitem(graph, both, 1)
+        right, scale_right = (emit(graph, aten.permute.default, one, [1, 0], like=like) for one in (codes, scales))
+        sides = q, right, scale, scale_right, operands.bias
+        return emit(graph, scaled_mm_op, *sides, value(like).dtype, like=like, mark=Mark(kind=Kind.GEMM))
+
+
+class MXFP8(BlockScaled):
+    name, values, words = "mxfp8", "e4m3", "a power of two per 32 values"
+    dequantize, round = mx_weight.dequantize_op, mx_weight.round_inputs_op
+
+    def multiply(self, graph: fx.Graph, operands: Operands, target: str, *, like: fx.Node) -> fx.Node:
+        codes, scales, _ = operands.dequantize.args
+        both = emit(graph, quantize_mx_op, operands.x, list(mx_weight.INPUTS), like=like)
+        q, scale = getitem(graph, both, 0), getitem(graph, both, 1)
+        right, scale_right = (emit(graph, aten.permute.default, one, [1, 0], like=like) for one in (codes, scales))
+        sides = q, right, scale, scale_right, operands.bias
+        return emit(graph, mx_mm_op, *sides, value(like).dtype, like=like, mark=Mark(kind=Kind.GEMM))
+
+
+FORMATS: tuple[PackedFormat, ...] = (NVFP4(), FP8(), FP8Blocks(), MXFP8())
 OF_LAYERS: dict[object, PackedFormat] = {format.dequantize: format for format in FORMATS}
-OF_EXPERTS: dict[object, PackedFormat] = {format.dequantize_experts: format for format in FORMATS}
+OF_EXPERTS: dict[object, PackedFormat] = {
+    format.dequantize_experts: format for format in FORMATS if format.dequantize_experts is not None
+}
 
 
 def dtype_name(node: fx.Node) -> str:

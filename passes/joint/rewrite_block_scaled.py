@@ -26,6 +26,7 @@ from torch import fx
 from fp8_compile.kernels.dequantize_operand import dequantize_mx_operand_op, dequantize_nvfp4_operand_op
 from fp8_compile.kernels.mxfp8 import mx_mm_op, quantize_mx_op
 from fp8_compile.kernels.nvfp4_training import (
+    FOUR_OF_SIX,
     MOST_GROWTH,
     global_scale_op,
     nvfp4_train_mm_op,
@@ -45,7 +46,6 @@ from .decide import OperandPlan, Rewrite
 from .dequantize_forward import ForwardOperands, QuantizedOperand
 
 aten = torch.ops.aten
-FOUR_OF_SIX = 4.0 / 7.0  # scales are below 256 then, so that 1.5 times of one is below 448
 SEEDS = 2**62
 
 

@@ -73,10 +73,10 @@ def test_the_passes_run_in_order(target: str, lowered: list[str]) -> None:
     assert not one.ran
     one(made.copy())
     assert one.ran and len(one.rows) == 2
-    passes = ["RewriteMatmuls", "ShareQuantizes", "LowerQuantizes", *lowered]
+    passes = ["RewriteMatmuls", "ShareQuantizes", "NoteGrids", "LowerQuantizes", *lowered]
     assert watcher.told == [
         ("started", "joint"),
-        *(("ran", "joint", name, "changed") for name in passes),
+        *(("ran", "joint", name, "same" if name == "NoteGrids" else "changed") for name in passes),
         ("finished", "joint"),
     ]
 
@@ -139,6 +139,7 @@ def test_each_pass_logs_what_it_did(caplog: pytest.LogCaptureFixture) -> None:
     assert lines == [
         "joint RewriteMatmuls: 2 of 2 matmuls rewritten",
         "joint ShareQuantizes: 1 quantizes shared",
+        "joint NoteGrids: 0 changes: grids noted",
         "joint LowerQuantizes: 3 quantizes lowered",
         "joint LowerScaledMmForCpu: 2 FP8 gemms lowered for the CPU",
     ]

@@ -99,6 +99,18 @@ class _NVFP4(Layout[NVFP4Weight]):
             raise ValueError(f"{layer}: expected a global scale above 0 that is finite, got {got}")
         return NVFP4Weight(codes, scales.to(torch.float8_e4m3fn), global_scale, 2 * codes.shape[1])
 
+    def read_input_scale(self, layer: str, tensors: Mapping[str, Tensor]) -> Tensor | None:
+        scale = tensors.get(f"{layer}.{self.of_inputs}")
+        if scale is None:
+            return None
+        value = scale.to(torch.float32).reshape(-1) if scale.dtype in WIDE else torch.empty(0)
+        if value.numel() != 1 or not 0 < float(value) < float("inf"):
+            raise ValueError(
+                f"{layer}: expected one finite number above 0 as {self.of_inputs}, got {scale.dtype} "
+                f"{tuple(scale.shape)}{f', {float(value)}' if value.numel() == 1 else ''}"
+            )
+        return self._read(value.reshape(()))
+
     @abc.abstractmethod
     def _stored(self, global_scale: Tensor) -> Tensor:
         """The global scale as the layout has it."""

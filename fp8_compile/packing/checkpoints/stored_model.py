@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, Mapping, NamedTuple
 
 from torch import Tensor, nn
@@ -12,11 +13,13 @@ from fp8_compile.packing.input_scales import global_scales
 from fp8_compile.packing.linear_layers import fused_groups, linear_layers
 from fp8_compile.packing.packed_experts import PackedStack
 from fp8_compile.packing.packed_linear import PackedLinear
+from fp8_compile.packing.packed_nvfp4_inputs import NVFP4InputsLinear
 from fp8_compile.packing.packed_weight import Matrix
 
 from .experts import ExpertNames, module_of_expert, part_of, split_plain
 from .quantization_config import Group, quantization_config
 
+log = logging.getLogger("fp8_compile")
 # Inputs of experts as checkpoints have them, by format: servers read FP8 experts only with inputs in FP8, one scale per
 # token. Here they stay exact.
 STACK_INPUTS = {"fp8": False}
@@ -97,8 +100,18 @@ def fuse_weights(packed: Mapping[str, PackedLinear], weights: dict[str, Matrix])
         if len(kinds) > 1:
             named = "; ".join(f"{name}: {', '.join(kind)}" for kind, name in kinds.items())
             raise ValueError(f"servers make one layer of {named}; expected the same for all, pack them alike")
+    trained = {name: layer for name, layer in packed.items() if isinstance(layer, NVFP4InputsLinear)}
+    apart = [group for group in fused_groups(trained) if len({float(packed[one].global_scale) for one in group}) > 1]
+    if apart:
+        log.warning(
+            "%s and %d other groups keep a global scale for each layer, as training has it; servers that make one layer "
+            "of a group (vLLM) take the largest for all, and compute something else",
+            ", ".join(apart[0]),
+            len(apart) - 1,
+        )
     for format in FORMATS.values():
         own = {name: weights[name] for name, layer in packed.items() if format_of(layer) is format}
+        own = {name: weight for name, weight in own.items() if name not in trained}
         format.fuse(own)
         weights |= own
 
