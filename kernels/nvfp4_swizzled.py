@@ -114,10 +114,37 @@ def _checked(
     return quantize_nvfp4_swizzled(x, enc, *options)
 
 
+def quantize_nvfp4_tiles(
+    x: Tensor, enc: Tensor, factor: float, four_over_six: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A weight in both layouts, with the same values: codes and scales along its columns, then along its rows."""
+    along_columns, along_rows = (
+        _checked(x, enc, factor, (SIZE, SIZE), transpose, False, None, 0, four_over_six, x.shape[not transpose])
+        for transpose in (False, True)
+    )
+    return *along_columns, *along_rows
+
+
+def _tiles_fake(
+    x: Tensor, enc: Tensor, factor: float, four_over_six: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    options = (enc, factor, (SIZE, SIZE))
+    both = (_fake(x, *options, transpose, False, None, 0, four_over_six, 0) for transpose in (False, True))
+    along_columns, along_rows = both
+    return *along_columns, *along_rows
+
+
 quantize_nvfp4_swizzled_op = define(
     "quantize_nvfp4_swizzled(Tensor x, Tensor enc, float factor, int[2] block, bool transpose, bool rotated,"
     " Tensor? seed, int stream, bool four_over_six, SymInt numbered) -> (Tensor codes, Tensor scales)",
     _checked,
     _fake,
     cuda="fp8_compile.kernels.gpu.nvfp4_tile:quantize_nvfp4_swizzled",
+)
+quantize_nvfp4_tiles_op = define(
+    "quantize_nvfp4_tiles(Tensor x, Tensor enc, float factor, bool four_over_six)"
+    " -> (Tensor codes, Tensor scales, Tensor codes_t, Tensor scales_t)",
+    quantize_nvfp4_tiles,
+    _tiles_fake,
+    cuda="fp8_compile.kernels.gpu.nvfp4_tile:quantize_nvfp4_tiles",
 )

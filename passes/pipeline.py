@@ -30,6 +30,7 @@ from .joint.lower_quantizes import LowerQuantizes
 from .joint.lower_scaled_mm_cpu import LowerScaledMmForCpu
 from .joint.multiply_packed import MultiplyPacked, StackNames
 from .joint.pair_mx import PairMx
+from .joint.pair_nvfp4 import PairNvfp4
 from .joint.pair_quantizes import PairQuantizes
 from .joint.record_amaxes import RecordAmaxes
 from .joint.rewrite_matmuls import RewriteMatmuls
@@ -47,6 +48,7 @@ from .split.fuse_delayed_quantizes import FuseDelayedQuantizes
 from .split.launch_quantizes import LaunchQuantizes
 from .split.quantize_in_gemm import QuantizeInGemm
 from .split.relayout_bytes import RelayoutBytes
+from .split.stack_alphas import StackAlphas
 from .split.sum_in_quantizes import SumInQuantizes
 from .split.update_in_place import UpdateInPlace
 
@@ -172,6 +174,7 @@ class JointPipeline(Pipeline):
             (delay,                                           rewrites),
             (PairQuantizes(),                                 rewrites and many_scales and not on_cpu),
             (PairMx(needs_k_contiguous=copies),               rewrites and rules.recipe == "mxfp8" and not on_cpu),
+            (PairNvfp4(),                                     rewrites and rules.recipe == "nvfp4" and not on_cpu),
             (LowerQuantizes(rules.target),                    rewrites),
             (scale_loss,                                      True),
             (LowerScaledMmForCpu(),                           rewrites and on_cpu),
@@ -205,7 +208,7 @@ class SplitPipeline(Pipeline):
         on_cpu, on_nvidia = rules.target == "cpu", rules.target.startswith("cuda")
         # fmt: off
         steps: list[Step] = [
-            (DropRecomputeCopies(),     on_cpu or rules.reads_any_layout or rules.recipe == "mxfp8"),
+            (DropRecomputeCopies(),     on_cpu or rules.reads_any_layout or rules.recipe in ("mxfp8", "nvfp4")),
             (CallCpuKernels(),          on_cpu),
             (FuseDelayedQuantizes(),    on_cpu),
             (QuantizeInGemm(),          on_cpu),
@@ -215,6 +218,7 @@ class SplitPipeline(Pipeline):
             (RelayoutBytes(),           not on_cpu),
             (FlagOverflowInPlace(),     not on_cpu and patches.active("atomic_max")),
             (AddInGemm(),               on_nvidia),
+            (StackAlphas(),             not on_cpu and rules.recipe == "nvfp4"),
             (UpdateInPlace(),           True),
             (SumInQuantizes(),          not on_cpu and patches.active("tile_sum")),
         ]

@@ -347,6 +347,19 @@ def quantize_nvfp4_swizzled(
     return codes, scales.view(torch.float8_e4m3fn)
 
 
+def quantize_nvfp4_tiles(
+    x: Tensor, enc: Tensor, factor: float, four_over_six: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same for a weight, in both layouts."""
+    along_columns, along_rows = (
+        quantize_nvfp4_swizzled(
+            x, enc, factor, (SIZE, SIZE), transpose, False, None, 0, four_over_six, x.shape[not transpose]
+        )
+        for transpose in (False, True)
+    )
+    return *along_columns, *along_rows
+
+
 def constants(
     factor: float, block: tuple[int, int], rotated: bool, random: bool, stream: int, four_over_six: bool
 ) -> dict[str, object]:

@@ -14,6 +14,7 @@ from . import (
     peak_estimate,
     record_amax,
     relayout,
+    stack_products,
     sum_tiles,
     tiles,
 )
@@ -29,6 +30,7 @@ __all__ = [
     "peak_estimate",
     "record_amax",
     "relayout",
+    "stack_products",
     "sum_tiles",
     "tiles",
 ]

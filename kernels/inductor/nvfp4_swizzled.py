@@ -18,7 +18,7 @@ from torch._inductor.virtualized import V, ops
 from torch.utils._sympy.functions import FloorDiv
 
 from fp8_compile.kernels.mx_swizzled import COLUMNS, PIECE, ROWS
-from fp8_compile.kernels.nvfp4_swizzled import quantize_nvfp4_swizzled_op
+from fp8_compile.kernels.nvfp4_swizzled import quantize_nvfp4_swizzled_op, quantize_nvfp4_tiles_op
 from fp8_compile.kernels.nvfp4_training import SIZE
 from fp8_compile.kernels.sum_tiles import TILE_ROWS
 from fp8_compile.torch_internals import patches
@@ -29,6 +29,7 @@ from .scatter import scatter_into
 TILE_NVFP4 = "tile_nvfp4"  # a StoreMode begins with it, followed by the arguments of ``store_nvfp4``
 IMPORT = "from fp8_compile.kernels.gpu import nvfp4_tile"
 _fallback = fallback_handler(quantize_nvfp4_swizzled_op, add_to_fallback_set=False)
+_tiles_fallback = fallback_handler(quantize_nvfp4_tiles_op, add_to_fallback_set=False)
 
 
 @register_lowering(quantize_nvfp4_swizzled_op, type_promotion_kind=None)
@@ -44,10 +45,39 @@ def _lowering(
     four_over_six: bool,
     numbered: Any,
 ) -> Any:
+    options = (factor, block, transpose, rotated, seed, stream, four_over_six, numbered)
+    return _stored(x, enc, *options) if _is_store(x) else _fallback(x, enc, *options)
+
+
+@register_lowering(quantize_nvfp4_tiles_op, type_promotion_kind=None)
+def _tiles_lowering(x: Any, enc: Any, factor: float, four_over_six: bool) -> Any:
+    if not _is_store(x):
+        return _tiles_fallback(x, enc, factor, four_over_six)
+    rows, cols = x.get_size()
+    parts = []
+    for transpose, k in ((False, cols), (True, rows)):
+        parts += _stored(x, enc, factor, [SIZE, SIZE], transpose, False, None, 0, four_over_six, k)
+    return tuple(parts)
+
+
+def _is_store(x: Any) -> bool:
+    return x.get_device().type != "cpu" and patches.active("tile_sum")
+
+
+def _stored(
+    x: Any,
+    enc: Any,
+    factor: float,
+    block: Any,
+    transpose: bool,
+    rotated: bool,
+    seed: Any,
+    stream: int,
+    four_over_six: bool,
+    numbered: Any,
+) -> tuple[Any, Any]:
+    """Codes and scales as a store in the kernel that computes x."""
     device, (rows, cols) = x.get_device(), x.get_size()
-    if device.type == "cpu" or not patches.active("tile_sum"):
-        options = (factor, block, transpose, rotated, seed, stream, four_over_six, numbered)
-        return _fallback(x, enc, *options)
     outer, k = (cols, rows) if transpose else (rows, cols)
     scales = up(outer, ROWS) * up(FloorDiv(k, SIZE), COLUMNS)
     codes = up(FloorDiv(outer * k, 2), PIECE)
@@ -82,7 +112,9 @@ def _lowering(
 
 def _place(number: Any) -> tuple[str, int]:
     """The buffer that one number is in, and where: a scale is a part of the state's table."""
-    number.data.unwrap_view().realize() if isinstance(number.data, ir.BaseView) else number.realize()
+    stored = number.data.unwrap_view() if isinstance(number.data, ir.BaseView) else number.data
+    stored.realize()
+    stored.freeze_layout()
     load = number.make_loader()
     (read,) = extract_read_writes(lambda _: load([0] * len(number.get_size())), ()).reads
     return read.name, int(read.index)

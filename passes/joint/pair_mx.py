@@ -88,8 +88,8 @@ class _Quantizes:
     def _make(self, operand: Operand, transposed: bool, gemm: fx.Node) -> tuple[fx.Node, ...]:
         node = operand.quantize
         x, block = arguments(node)
-        tags = _policy(node, gemm)
-        x = _filled(self.graph, x, like=node)
+        tags = policy_of_codes(node, gemm)
+        x = filled(self.graph, x, like=node)
         kept = Mark(use=mark_of(node).use)
         both = emit(self.graph, quantize_mx_swizzled_op, x, block, transposed, like=node, tags=tags, mark=kept)
         results = tuple(getitem(self.graph, both, index) for index in range(3))
@@ -98,7 +98,7 @@ class _Quantizes:
         return results
 
 
-def _policy(quantize: fx.Node, gemm: fx.Node) -> dict[str, CheckpointPolicy]:
+def policy_of_codes(quantize: fx.Node, gemm: fx.Node) -> dict[str, CheckpointPolicy]:
     """Forward saves what a backward gemm reads of a tensor of forward, unless backward shall make it again."""
     use = mark_of(quantize).use
     if "recompute" in quantize.meta or use is None:  # a checkpointed layer, or cheap to make
@@ -114,12 +114,12 @@ def _replace(graph: fx.Graph, gemm: fx.Node, quantizes: _Quantizes) -> None:
         q_left, scale_left = quantizes.operand(_operand(left, is_left=True), gemm)
         q_right, scale_right = quantizes.operand(_operand(right, is_left=False), gemm)
         m, n = value(gemm).shape
-        if bias is not None and not _is_full(n):
-            bias = inline(graph, _fill_vector, bias, like=gemm)
+        if bias is not None and not is_full(n):
+            bias = inline(graph, fill_vector, bias, like=gemm)
         operands = (q_left, q_right, scale_left, scale_right, None, bias, dtype)
         mark = Mark(kind=Kind.GEMM)
         result = emit(graph, cublaslt_mx_mm_op, *operands, like=gemm, tags=policy_of(gemm), mark=mark)
-        if not _is_full(m) or not _is_full(n):
+        if not is_full(m) or not is_full(n):
             result = inline(graph, _cut, result, left, right, like=gemm)
     gemm.replace_all_uses_with(result)
     graph.erase_node(gemm)
@@ -132,16 +132,16 @@ def _operand(node: fx.Node, *, is_left: bool) -> Operand:
     return Operand(quantize, flipped, k_down=flipped == is_left)
 
 
-def _is_full(size: int | torch.SymInt) -> bool:
+def is_full(size: int | torch.SymInt) -> bool:
     return statically_known_true(size % SIZE == 0)
 
 
-def _filled(graph: fx.Graph, x: fx.Node, *, like: fx.Node) -> fx.Node:
+def filled(graph: fx.Graph, x: fx.Node, *, like: fx.Node) -> fx.Node:
     """x with rows and columns of zeros, up to multiples of 32."""
-    if all(map(_is_full, value(x).shape)):
+    if all(map(is_full, value(x).shape)):
         return x
-    filled: fx.Node = inline(graph, _fill, x, like=like)
-    return filled
+    full: fx.Node = inline(graph, _fill, x, like=like)
+    return full
 
 
 def _fill(x: torch.Tensor) -> torch.Tensor:
@@ -149,7 +149,7 @@ def _fill(x: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(x, (0, -cols % SIZE, 0, -rows % SIZE))
 
 
-def _fill_vector(bias: torch.Tensor) -> torch.Tensor:
+def fill_vector(bias: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(bias, (0, -bias.shape[0] % SIZE))
 
 
