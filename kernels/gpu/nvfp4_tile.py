@@ -180,22 +180,21 @@ def _error(codes, scale, v, enc, SQUARE: tl.constexpr, T: tl.constexpr):
     value = tl.where((codes & 8) != 0, -value, value)
     # The product of code and scale is exact; what is rounded must not be contracted with what follows.
     off = rounded_product(value * _spread(scale.to(tl.float32), T), tl.full([T, T], 1.0, tl.float32) * _inverse(enc)) - v
-    sums = tl.reshape(rounded_product(off, off), [T, BLOCKS, 16])
-    sums = _folded(_folded(_folded(_folded(sums, T, BLOCKS, 8), T, BLOCKS, 4), T, BLOCKS, 2), T, BLOCKS, 1)
-    sums = tl.reshape(sums, [T, BLOCKS])
+    sums = _folded(_folded(tl.reshape(rounded_product(off, off), [T * BLOCKS, 16]), T * BLOCKS, 8), T * BLOCKS, 4)
+    sums = tl.reshape(_folded(_folded(sums, T * BLOCKS, 2), T * BLOCKS, 1), [T, BLOCKS])
     if SQUARE:
-        rows = tl.permute(tl.reshape(sums, [BLOCKS, 16, BLOCKS]), [0, 2, 1])
-        rows = _folded(_folded(rows, BLOCKS, BLOCKS, 8), BLOCKS, BLOCKS, 4)
-        rows = _folded(_folded(rows, BLOCKS, BLOCKS, 2), BLOCKS, BLOCKS, 1)
+        rows = tl.reshape(tl.permute(tl.reshape(sums, [BLOCKS, 16, BLOCKS]), [0, 2, 1]), [BLOCKS * BLOCKS, 16])
+        rows = _folded(_folded(rows, BLOCKS * BLOCKS, 8), BLOCKS * BLOCKS, 4)
+        rows = _folded(_folded(rows, BLOCKS * BLOCKS, 2), BLOCKS * BLOCKS, 1)
         rows = tl.broadcast_to(tl.reshape(rows, [BLOCKS, 1, BLOCKS]), [BLOCKS, 16, BLOCKS])
         sums = tl.reshape(rows, [T, BLOCKS])
     return sums
 
 
 @triton.jit
-def _folded(sums, A: tl.constexpr, B: tl.constexpr, HALF: tl.constexpr):
-    """[A, B, 2 * HALF] -> [A, B, HALF]: the upper half added to the lower one."""
-    low, high = tl.split(tl.permute(tl.reshape(sums, [A, B, 2, HALF]), [0, 1, 3, 2]))
+def _folded(sums, ROWS: tl.constexpr, HALF: tl.constexpr):
+    """[ROWS, 2 * HALF] -> [ROWS, HALF]: the upper half added to the lower one."""
+    low, high = tl.split(tl.permute(tl.reshape(sums, [ROWS, 2, HALF]), [0, 2, 1]))
     return low + high
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import sympy
 import torch
 from torch._inductor import ir
 from torch._inductor.codegen.common import DeferredLine
-from torch._inductor.dependencies import extract_read_writes
 from torch._inductor.lowering import empty_strided, fallback_handler, full, register_lowering
 from torch._inductor.virtualized import V, ops
 from torch.utils._sympy.functions import FloorDiv
@@ -88,15 +88,15 @@ def _stored(
         buffer = full([codes + scales], 0, dtype=torch.uint8, device=device)
         buffer.realize()
     numbers = [enc] if seed is None else [enc, seed]
-    (enc_name, enc_at), *of_seed = map(_place, numbers)
-    seed_name, seed_at = of_seed[0] if of_seed else (enc_name, enc_at)
-    load, loads = x.make_loader(), [one.make_loader() for one in numbers]
+    places = list(map(_place, numbers))
+    (enc_name, enc_at), (seed_name, seed_at) = places[0], places[-1]
+    load = x.make_loader()
 
     def values(index: Any) -> Any:
         found = ops.to_dtype(load(index), torch.float32)
-        for one, loaded in zip(numbers, loads):
+        for name, at in places:
             # Not a condition: it makes the kernel depend on what a tile reads. Enc is positive, a seed is not negative.
-            number = ops.to_dtype(loaded([0] * len(one.get_size())), torch.float32)
+            number = ops.to_dtype(ops.load(name, sympy.Integer(at)), torch.float32)
             found = ops.where(ops.ge(number, ops.constant(0.0, torch.float32)), found, number)
         return found
 
@@ -115,9 +115,8 @@ def _place(number: Any) -> tuple[str, int]:
     stored = number.data.unwrap_view() if isinstance(number.data, ir.BaseView) else number.data
     stored.realize()
     stored.freeze_layout()
-    load = number.make_loader()
-    (read,) = extract_read_writes(lambda _: load([0] * len(number.get_size())), ()).reads
-    return read.name, int(read.index)
+    part = ir.ExternKernel.realize_input(number)
+    return part.get_name(), int(part.get_layout().offset)
 
 
 @patches.extends("tile_sum", "torch._inductor.codegen.triton.TritonKernel.store")

@@ -87,5 +87,5 @@ def test_nothing_spills_and_e2m1_is_rounded_by_the_hardwares_instruction(name: s
 
 
 def test_a_tile_can_be_squeezed_until_it_spills() -> None:
-    entry = next(PRODUCTS[name]() for name in NAMES if "random" in name)
-    assert facts_of(compile_for("cuda:100", entry.kernel, entry.types, entry.constants, num_warps=1, maxnreg=32)).spills
+    entry = PRODUCTS[NAMES[0]]()
+    assert facts_of(compile_for("cuda:100", entry.kernel, entry.types, entry.constants, num_warps=4, maxnreg=32)).spills

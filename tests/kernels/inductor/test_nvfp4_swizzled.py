@@ -29,13 +29,13 @@ def quantized(gate: Tensor, up: Tensor, weight: Tensor, table: Tensor, seeds: Te
     return tuple(part for both in results for part in both)
 
 
-@pytest.mark.parametrize("rows, cols, capability", [(256, 384, 100), (96, 160, 120)])
+@pytest.mark.parametrize("rows, cols, capability", [(128, 256, 100), (96, 32, 120)])
 def test_codes_and_scales_of_the_generated_code_are_those_of_the_formula(
     rows: int, cols: int, capability: int
 ) -> None:
     torch.manual_seed(rows + cols)
     gate, up, weight = torch.randn(rows, cols), torch.randn(rows, cols), torch.randn(cols, rows)
-    gate[3, 5], up[40, 40], gate[0, :32] = torch.nan, torch.inf, 0
+    gate[3, 5], up[40, 20], gate[0, :32] = torch.nan, torch.inf, 0
     up[5] *= 1e-38
     up[6] *= 1e38
     given = gate, up, weight, torch.tensor([[1.0, 2.0, 3.0, 40.0], [5.0, 6.0, 70.0, 8.0]]), torch.tensor([9, 2**60 + 3])
@@ -51,7 +51,7 @@ def test_codes_and_scales_of_the_generated_code_are_those_of_the_formula(
         assert torch.equal(codes.masked_fill(spoilt, 0), right.masked_fill(spoilt, 0))
     compiled = list(compile_kernels(graphs[0].source))
     assert [kernel.name for kernel in compiled if kernel.spills or kernel.nan_clamps] == []
-    if (rows, cols) == (256, 384):
+    if (rows, cols) == (128, 256):
         assert len(compiled) == 2  # one kernel for what is computed from the gate, one for the weight
 
 
