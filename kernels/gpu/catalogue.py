@@ -173,7 +173,10 @@ PRODUCTS: dict[str, Callable[[], Entry]] = {
     "quantize_nvfp4 1x16, rotated, nearest": lambda: _quantize_nvfp4(transpose=True, rotated=True),
     "quantize_nvfp4 1x16, random": lambda: _quantize_nvfp4(random=True),
     "quantize_nvfp4 1x16, rotated, random": lambda: _quantize_nvfp4(transpose=True, rotated=True, random=True),
-    "quantize_nvfp4 16x16, four over six": lambda: _quantize_nvfp4(block=(16, 16), four_over_six=True),
+    "quantize_nvfp4 1x16, four over six": lambda: _quantize_nvfp4(four_over_six=True),
+    "quantize_nvfp4 16x16, transposed, four over six": lambda: _quantize_nvfp4(
+        block=(16, 16), transpose=True, four_over_six=True
+    ),
     "nvfp4_matmul, 1 row": lambda: _nvfp4_matmul(1),
     "nvfp4_matmul, 64 rows": lambda: _nvfp4_matmul(64),
     "nvfp4_grad, 16 rows": lambda: _nvfp4_grad(16),

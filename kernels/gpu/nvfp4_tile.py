@@ -69,18 +69,17 @@ def store_nvfp4(
     if RANDOM:
         pairs = _packed(_at_random(_scaled(v, scale, enc, T), seed_ptr, rows, k_at, numbered, STREAM, T), T)
     elif FOUR_OVER_SIX:
-        codes = _nearest(_scaled(v, scale, enc, T))
+        pairs = _pairs(_scaled(v, scale, enc, T), HARDWARE, T)
         other = _scale(amax, enc, 4.0)
-        others = _nearest(_scaled(v, other, enc, T))
-        better = _error(others, other, v, enc, SQUARE, T) < _error(codes, scale, v, enc, SQUARE, T)
-        scale = tl.where(better, other.to(tl.uint8, bitcast=True), scale.to(tl.uint8, bitcast=True))
+        others = _pairs(_scaled(v, other, enc, T), HARDWARE, T)
+        # Below 0 where the other is better. Booleans in another layout would be bits on the stack.
+        gain = _error(others, other, v, enc, SQUARE, T) - _error(pairs, scale, v, enc, SQUARE, T)
+        scale = tl.where(gain < 0, other.to(tl.uint8, bitcast=True), scale.to(tl.uint8, bitcast=True))
         scale = scale.to(tl.float8e4nv, bitcast=True)
-        pairs = _packed(tl.where(_spread(better, T), others, codes), T)
-    elif HARDWARE:
-        even, odd = tl.split(tl.reshape(_scaled(v, scale, enc, T), [T, T // 2, 2]))
-        pairs = nearest_by_hardware(even, odd)
+        of_pair = tl.broadcast_to(tl.reshape(gain, [T, BLOCKS, 1]), [T, BLOCKS, 8])
+        pairs = tl.where(tl.reshape(of_pair, [T, T // 2]) < 0, others, pairs)
     else:
-        pairs = _packed(_nearest(_scaled(v, scale, enc, T)), T)
+        pairs = _pairs(_scaled(v, scale, enc, T), HARDWARE, T)
 
     byte = k_at // 2 + tl.arange(0, T // 2)
     pairs = tl.where(2 * byte[None, :] < numbered, pairs, tl.zeros_like(pairs))  # a rotation makes -0 of zeros
@@ -141,6 +140,13 @@ def _spread(of_block, T: tl.constexpr):
 
 
 @triton.jit
+def _pairs(v, HARDWARE: tl.constexpr, T: tl.constexpr):
+    """Bytes of two codes each, to nearest even."""
+    even, odd = tl.split(tl.reshape(v, [T, T // 2, 2]))
+    return nearest_by_hardware(even, odd) if HARDWARE else nearest_by_comparing(even, odd)
+
+
+@triton.jit
 def _nearest(v):
     """Codes to nearest even: how many bounds are below, which of a tie's neighbours is even in the comparison."""
     a = tl.abs(v)
@@ -172,12 +178,13 @@ def _at_random(v, seed_ptr, rows, k_at, numbered, STREAM: tl.constexpr, T: tl.co
 
 
 @triton.jit
-def _error(codes, scale, v, enc, SQUARE: tl.constexpr, T: tl.constexpr):
+def _error(pairs, scale, v, enc, SQUARE: tl.constexpr, T: tl.constexpr):
     """The squared error of each block, summed in the order of the reference."""
     BLOCKS: tl.constexpr = T // 16
-    code = (codes & 7).to(tl.int32)
+    codes = tl.reshape(tl.join(pairs & 15, pairs >> 4), [T, T]).to(tl.int32)
+    code = codes & 7
     value = tl.where(code < 4, code.to(tl.float32) * 0.5, tl.where(code < 6, code - 2, 2 * code - 8).to(tl.float32))
-    value = tl.where((codes & 8) != 0, -value, value)
+    value = (value.to(tl.int32, bitcast=True) | ((codes & 8) << 28)).to(tl.float32, bitcast=True)
     # The product of code and scale is exact; what is rounded must not be contracted with what follows.
     off = rounded_product(value * _spread(scale.to(tl.float32), T), tl.full([T, T], 1.0, tl.float32) * _inverse(enc)) - v
     sums = _folded(_folded(tl.reshape(rounded_product(off, off), [T * BLOCKS, 16]), T * BLOCKS, 8), T * BLOCKS, 4)
@@ -235,7 +242,7 @@ def nearest_by_comparing(even, odd):
 def rounded_product(a, b):
     """``a * b``, which the compiler may not make one operation with a sum."""
     return tl.inline_asm_elementwise(
-        "mul.rn.f32 $0, $1, $2;", constraints="=r,r,r", args=[a, b], dtype=tl.float32, is_pure=True, pack=1
+        "mul.rn.f32 $0, $1, $2;", constraints="=f,f,f", args=[a, b], dtype=tl.float32, is_pure=True, pack=1
     )
 
 
