@@ -39,6 +39,7 @@ from .joint.share_quantizes import ShareQuantizes
 from .joint.unscale_nonlinear import UnscaleNonlinear
 from .joint.use_weight_cache import UseWeightCache
 from .split.add_in_gemm import AddInGemm
+from .split.ask_for_rowwise import AskForRowwise
 from .split.call_cpu_kernels import CallCpuKernels
 from .split.decompose_single_row import DecomposeSingleRow
 from .split.drop_recompute_copies import DropRecomputeCopies
@@ -162,7 +163,8 @@ class JointPipeline(Pipeline):
         self.rewrite = RewriteMatmuls(rules, names, strict=strict)
         self.ran, self.inputs = False, inputs or {}
         rewrites, on_cpu = record is None, rules.target == "cpu"
-        many_scales, copies = rules.recipe in ("rowwise", "blockwise"), not rules.reads_any_layout
+        many_scales = rules.recipe in ("rowwise", "blockwise") and rules.block_scaled is None
+        copies, blocks = not rules.reads_any_layout, None if on_cpu else rules.block_scaled
         # fmt: off
         steps: list[Step] = [
             (self.packed,                                     self.packed.applies),   # packed weights are in the graph
@@ -173,8 +175,8 @@ class JointPipeline(Pipeline):
             (UseWeightCache(weights) if weights else None,    rewrites),
             (delay,                                           rewrites),
             (PairQuantizes(),                                 rewrites and many_scales and not on_cpu),
-            (PairMx(needs_k_contiguous=copies),               rewrites and rules.recipe == "mxfp8" and not on_cpu),
-            (PairNvfp4(),                                     rewrites and rules.recipe == "nvfp4" and not on_cpu),
+            (PairMx(needs_k_contiguous=copies),               rewrites and blocks == "mxfp8"),
+            (PairNvfp4(),                                     rewrites and blocks == "nvfp4"),
             (LowerQuantizes(rules.target),                    rewrites),
             (scale_loss,                                      True),
             (LowerScaledMmForCpu(),                           rewrites and on_cpu),
@@ -208,7 +210,7 @@ class SplitPipeline(Pipeline):
         on_cpu, on_nvidia = rules.target == "cpu", rules.target.startswith("cuda")
         # fmt: off
         steps: list[Step] = [
-            (DropRecomputeCopies(),     on_cpu or rules.reads_any_layout or rules.recipe in ("mxfp8", "nvfp4")),
+            (DropRecomputeCopies(),     on_cpu or rules.reads_any_layout or rules.block_scaled is not None),
             (CallCpuKernels(),          on_cpu),
             (FuseDelayedQuantizes(),    on_cpu),
             (QuantizeInGemm(),          on_cpu),
@@ -218,6 +220,7 @@ class SplitPipeline(Pipeline):
             (RelayoutBytes(),           not on_cpu),
             (FlagOverflowInPlace(),     not on_cpu and patches.active("atomic_max")),
             (AddInGemm(),               on_nvidia),
+            (AskForRowwise(),           rules.recipe == "rowwise" and rules.target.startswith("cuda:12")),
             (StackAlphas(),             not on_cpu and rules.recipe == "nvfp4"),
             (UpdateInPlace(),           True),
             (SumInQuantizes(),          not on_cpu and patches.active("tile_sum")),

@@ -17,6 +17,7 @@ from torch._inductor.virtualized import V
 from fp8_compile.kernels.gpu.cublaslt_mm import cublaslt_mm_op, cublaslt_mm_out_op
 from fp8_compile.kernels.gpu.cublaslt_mx_mm import cublaslt_mx_mm_op, cublaslt_mx_mm_out_op
 from fp8_compile.kernels.gpu.cublaslt_nvfp4_mm import cublaslt_nvfp4_mm_op, cublaslt_nvfp4_mm_out_op
+from fp8_compile.kernels.gpu.rowwise_mm import rowwise_mm_op
 
 
 def _in_memory_as_in_the_graph(fx_node: Any, *args: Any, **kwargs: Any) -> Any:
@@ -55,3 +56,4 @@ def _register(op: Any, out_op: Any, columns: int = 1) -> None:
 _register(cublaslt_mm_op, cublaslt_mm_out_op)
 _register(cublaslt_mx_mm_op, cublaslt_mx_mm_out_op)
 _register(cublaslt_nvfp4_mm_op, cublaslt_nvfp4_mm_out_op, columns=0)
+add_layout_constraint(rowwise_mm_op, _in_memory_as_in_the_graph)

@@ -10,7 +10,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8_compile.kernels.gpu.cublaslt_mx_mm import cublaslt_mx_mm_op
-from fp8_compile.kernels.mx_swizzled import quantize_mx_swizzled_op
+from fp8_compile.kernels.mx_swizzled import WIDE, quantize_mx_swizzled_op, quantize_wide_swizzled
 from fp8_compile.kernels.mxfp8 import SIZE, mx_mm_op, quantize_mx_op
 
 from ..graph.arguments import arguments, input_of
@@ -39,6 +39,8 @@ class PairMx(GraphPass):
     read, if they are in the same half of the graph: forward makes what a weight's gradient reads of an input, and saves
     that instead of the input itself, unless backward computes the input anyway, such as an activation from what its own
     gradient needs. What is not a multiple of 32 is filled up with zeros, on the way into that kernel.
+
+    Blocks of 128 (blockwise) are quantized by plain operations, and their scales repeated for each 32 values along K.
 
     Where gemms want K contiguous, codes along columns are written transposed, and a weight's tiles once in each layout.
     """
@@ -89,6 +91,10 @@ class _Quantizes:
         node = operand.quantize
         x, block = arguments(node)
         tags = policy_of_codes(node, gemm)
+        if WIDE in block:
+            x = filled(self.graph, x, like=node, multiples=tuple(max(SIZE, size) for size in block))
+            wide = tuple(block), transposed
+            return tuple(inline(self.graph, quantize_wide_swizzled, x, *wide, like=node, tags=tags))
         x = filled(self.graph, x, like=node)
         kept = Mark(use=mark_of(node).use)
         both = emit(self.graph, quantize_mx_swizzled_op, x, block, transposed, like=node, tags=tags, mark=kept)
@@ -113,13 +119,12 @@ def _replace(graph: fx.Graph, gemm: fx.Node, quantizes: _Quantizes) -> None:
     with graph.inserting_before(gemm):
         q_left, scale_left = quantizes.operand(_operand(left, is_left=True), gemm)
         q_right, scale_right = quantizes.operand(_operand(right, is_left=False), gemm)
-        m, n = value(gemm).shape
-        if bias is not None and not is_full(n):
-            bias = inline(graph, fill_vector, bias, like=gemm)
+        if bias is not None and not same(value(q_right).shape[1], value(bias).shape[0]):
+            bias = inline(graph, fill_vector, bias, q_right, like=gemm)
         operands = (q_left, q_right, scale_left, scale_right, None, bias, dtype)
         mark = Mark(kind=Kind.GEMM)
         result = emit(graph, cublaslt_mx_mm_op, *operands, like=gemm, tags=policy_of(gemm), mark=mark)
-        if not is_full(m) or not is_full(n):
+        if not all(map(same, value(result).shape, value(gemm).shape)):
             result = inline(graph, _cut, result, left, right, like=gemm)
     gemm.replace_all_uses_with(result)
     graph.erase_node(gemm)
@@ -132,25 +137,31 @@ def _operand(node: fx.Node, *, is_left: bool) -> Operand:
     return Operand(quantize, flipped, k_down=flipped == is_left)
 
 
-def is_full(size: int | torch.SymInt) -> bool:
-    return statically_known_true(size % SIZE == 0)
+def is_full(size: int | torch.SymInt, multiple: int = SIZE) -> bool:
+    return statically_known_true(size % multiple == 0)
 
 
-def filled(graph: fx.Graph, x: fx.Node, *, like: fx.Node) -> fx.Node:
-    """x with rows and columns of zeros, up to multiples of 32."""
-    if all(map(is_full, value(x).shape)):
+def filled(graph: fx.Graph, x: fx.Node, *, like: fx.Node, multiples: tuple[int, ...] = (SIZE, SIZE)) -> fx.Node:
+    """x with rows and columns of zeros, up to multiples of 32, or of what else is asked for."""
+    if all(map(is_full, value(x).shape, multiples)):
         return x
-    full: fx.Node = inline(graph, _fill, x, like=like)
+    full: fx.Node = inline(graph, _fill, x, *multiples, like=like)
     return full
 
 
-def _fill(x: torch.Tensor) -> torch.Tensor:
+def _fill(x: torch.Tensor, of_rows: int, of_cols: int) -> torch.Tensor:
     rows, cols = x.shape
-    return torch.nn.functional.pad(x, (0, -cols % SIZE, 0, -rows % SIZE))
+    return torch.nn.functional.pad(x, (0, -cols % of_cols, 0, -rows % of_rows))
 
 
-def fill_vector(bias: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.pad(bias, (0, -bias.shape[0] % SIZE))
+def fill_vector(bias: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """A bias with zeros, up to the columns of the right operand."""
+    return torch.nn.functional.pad(bias, (0, right.shape[1] - bias.shape[0]))
+
+
+def same(size: int | torch.SymInt, other: int | torch.SymInt) -> bool:
+    """True if two sizes are known to be equal."""
+    return statically_known_true(size == other)
 
 
 def _cut(y: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

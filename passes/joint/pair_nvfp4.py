@@ -15,7 +15,7 @@ from ..graph.arguments import arguments, input_of
 from ..graph.emit import emit, getitem, inline, policy_of, value
 from ..graph.marks import Kind, Mark, mark_of
 from ..graph_pass import GraphPass, PassReport
-from .pair_mx import fill_vector, filled, is_full, policy_of_codes
+from .pair_mx import fill_vector, filled, policy_of_codes, same
 
 aten = torch.ops.aten
 
@@ -76,14 +76,13 @@ def _replace(graph: fx.Graph, gemm: fx.Node, made: Made) -> None:
         _quantized(graph, input_of(side), gemm, made) for side in (left, right)
     )
     with graph.inserting_before(gemm):
-        m, n = value(gemm).shape
-        if bias is not None and not is_full(n):
-            bias = inline(graph, fill_vector, bias, like=gemm)
+        if bias is not None and not same(value(codes_right).shape[0], value(bias).shape[0]):
+            bias = inline(graph, _fill_vector, bias, codes_right, like=gemm)
         alpha = emit(graph, aten.mul.Tensor, dequant_left, dequant_right, like=gemm, mark=Mark(kind=Kind.ALPHA))
         operands = (codes_left, codes_right, scales_left, scales_right, alpha, None, bias, dtype)
         mark = Mark(kind=Kind.GEMM)
         result = emit(graph, cublaslt_nvfp4_mm_op, *operands, like=gemm, tags=policy_of(gemm), mark=mark)
-        if not is_full(m) or not is_full(n):
+        if not all(map(same, value(result).shape, value(gemm).shape)):
             result = inline(graph, _cut, result, left, right, like=gemm)
     gemm.replace_all_uses_with(result)
     graph.erase_node(gemm)
@@ -129,6 +128,10 @@ def _factored(enc: fx.Node) -> tuple[fx.Node, float]:
     if enc.target is aten.mul.Tensor and isinstance(arguments(enc)[1], float):
         return input_of(enc), arguments(enc)[1]
     return enc, 1.0
+
+
+def _fill_vector(bias: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    return fill_vector(bias, right.t())
 
 
 def _cut(y: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from compile_kernels import compile_kernels
 from interpreted_step import HEURISTIC_BLOCKS, compiled_for_gpu
 from torch import Tensor, nn
 
+from fp8_compile.kernels.mxfp8 import dequantize_mx, quantize_mx
 from fp8_compile.passes.joint import rewrite_block_scaled
 
 TOKENS, WIDTH, HIDDEN = 40, 32, 48
@@ -90,3 +91,27 @@ def test_every_kernel_of_a_step_compiles_without_spills() -> None:
     compiled = [kernel for source in sources for kernel in compile_kernels(source, every_config=False)]
     assert [kernel.name for kernel in compiled if kernel.spills or kernel.nan_clamps] == []
     assert all("nvfp4_tile.store_nvfp4(" in source for source in sources)
+
+
+def _powers(x: Tensor, block: tuple[int, int]) -> Tensor:
+    """x in blocks of 128 whose scales are powers of two."""
+    filled = torch.nn.functional.pad(x, (0, -x.shape[1] % block[1], 0, -x.shape[0] % block[0]))
+    return dequantize_mx(*quantize_mx(filled, block), block)[: x.shape[0], : x.shape[1]].double()
+
+
+def test_blockwise_is_multiplied_in_mxfp8_with_scales_that_are_powers_of_two() -> None:
+    torch.manual_seed(1)
+    layer, x, gradient = nn.Linear(128, 112, bias=False), torch.randn(100, 128), torch.randn(100, 112)
+    with compiled_for_gpu(HEURISTIC_BLOCKS, 100) as graphs:
+        given = x.clone().requires_grad_()
+        y = torch.compile(layer, backend="fp8", options={"recipe": "blockwise", "target": "cuda:100"})(given)
+        y.backward(gradient)
+    w = _powers(layer.weight.detach(), (128, 128))
+    expected = {
+        "output": (y.detach(), _powers(x, (1, 128)) @ w.t()),
+        "grad_input": (given.grad, _powers(gradient, (1, 128)) @ w),
+        "grad_weight": (layer.weight.grad, _powers(gradient, (128, 1)).t() @ _powers(x, (128, 1))),
+    }
+    for name, (actual, wanted) in expected.items():
+        assert (actual - wanted).norm() < 1e-6 * wanted.norm(), name
+    assert all("cublaslt_mx_mm" in graph.source for graph in graphs)
