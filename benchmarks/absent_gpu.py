@@ -253,6 +253,9 @@ def _stand_ins(capability: int) -> Iterator[contextlib.AbstractContextManager[An
     )
     yield mock.patch.multiple(interface.Worker, get_device_properties=static(properties), current_device=static(0))
     yield mock.patch.dict(device_interface.device_interfaces)
+    # Its own looks a number up on the device.
+    lookup_seed = torch.ops.prims.inductor_lookup_seed.default
+    yield mock.patch.object(lookup_seed, "prim_meta_impl", lambda seeds, index: seeds.new_empty(()))
     yield mock.patch.object(triton.runtime.driver, "_active", _Driver(capability))
 
 

@@ -72,7 +72,7 @@ def saved_bytes(block: type[nn.Module], config: Config | None) -> tuple[int, int
     def inner_compile(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
         if kwargs.get("is_backward"):
             kept = [node for node in gm.graph.find_nodes(op="placeholder") if _is_saved(node)]
-            weights = [node for node in kept if TOKENS not in node.meta["val"].shape]
+            weights = [node for node in kept if not _has_tokens(node)]
             sizes.append((_bytes(kept) - _bytes(weights), _bytes(weights)))
         return run_uncompiled(gm, inputs)
 
@@ -95,6 +95,13 @@ def _is_saved(node: fx.Node) -> bool:
     """Whether an input of the backward graph is neither a gradient nor a parameter."""
     is_parameter = node.name.startswith("primals") and node.meta["val"].shape[0] != TOKENS
     return not (node.name.startswith("tangents") or is_parameter)
+
+
+def _has_tokens(node: fx.Node) -> bool:
+    """Whether a dimension is that of the tokens. Scales are too small to matter."""
+    *rows, columns = node.meta["val"].shape
+    each = 2 if node.meta["val"].dtype is torch.uint8 else 1  # codes of NVFP4 are two to a byte
+    return TOKENS in (*rows, each * columns)
 
 
 def _bytes(nodes: Sequence[fx.Node]) -> int:

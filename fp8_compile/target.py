@@ -75,10 +75,10 @@ class Target:
 
 
 def _cuda(capability: int) -> Target:
-    # cuBLAS has 1x128 and 128x128 block scales on Hopper only.
-    recipes = RECIPES_EVERYWHERE | {"rowwise"} | ({"blockwise"} if capability == 90 else set())
+    # cuBLAS has 1x128 and 128x128 block scales on Hopper only; on Blackwell blocks of both sizes are multiplied in MXFP8.
+    recipes = RECIPES_EVERYWHERE | {"rowwise"} | ({"blockwise"} if capability == 90 or capability >= 100 else set())
     if capability >= 100:
-        recipes |= {"mxfp8"}
+        recipes |= {"mxfp8", "nvfp4"}
     # cuBLASLt needs K contiguous ("TN") on Ada, Hopper, and on the Blackwells of workstations, 12.x.
     return Target(
         f"cuda:{capability}",

@@ -30,6 +30,7 @@ from .quantize import HIGH_PRECISION, Block
 
 ROWS, COLUMNS = 128, 4  # of scales that the hardware reads at once
 PIECE = ROWS * COLUMNS
+WIDE = 128  # values of a block of recipe="blockwise"
 
 
 def scales_size(outer: int, blocks: int) -> int:
@@ -54,7 +55,7 @@ def unswizzle(flat: Tensor, outer: int, blocks: int) -> Tensor:
 
 def directions(block: Block) -> tuple[bool, bool]:
     """Whether a block has scales for K along the columns' index, and for K along the rows' index."""
-    return block[1] == SIZE, block[0] == SIZE
+    return block[1] in (SIZE, WIDE), block[0] in (SIZE, WIDE)
 
 
 def quantize_mx_swizzled(x: Tensor, block: Block, transposed: bool = False) -> tuple[Tensor, Tensor, Tensor]:
@@ -85,6 +86,21 @@ def swizzled_mx_mm(
     scales = unswizzle(scale_left, m, blocks), unswizzle(scale_right, n, blocks).t()
     product = mx_mm(left, right, *scales, bias, torch.float32)
     return (product if added is None else product + added).to(out_dtype)
+
+
+def quantize_wide_swizzled(x: Tensor, block: Block, transposed: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """The same for blocks of 128, whose scale is repeated for each 32 values along K: blockwise with scales that are
+    powers of two. Of plain operations, which Inductor fuses as far as it can."""
+    q, s = quantize_mx(x, block)
+    (rows, cols), empty = x.shape, s.new_empty(0)
+    scale, scale_t = empty, empty
+    if block[1] == WIDE:
+        scale = swizzle(s.repeat_interleave(block[0], 0)[:rows].repeat_interleave(WIDE // SIZE, 1))
+    if block[0] == WIDE:
+        scale_t = swizzle(s.t().repeat_interleave(block[1], 0)[:cols].repeat_interleave(WIDE // SIZE, 1))
+    if transposed:
+        q = q.view(torch.uint8).t().contiguous().view(q.dtype).t()
+    return q, scale, scale_t
 
 
 def _fake(x: Tensor, block: Block, transposed: bool = False) -> tuple[Tensor, Tensor, Tensor]:

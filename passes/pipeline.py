@@ -32,6 +32,7 @@ from .joint.lower_scaled_mm_cpu import LowerScaledMmForCpu
 from .joint.multiply_packed import MultiplyPacked, StackNames
 from .joint.note_grids import NoteGrids
 from .joint.pair_mx import PairMx
+from .joint.pair_nvfp4 import PairNvfp4
 from .joint.pair_quantizes import PairQuantizes
 from .joint.record_amaxes import RecordAmaxes
 from .joint.rewrite_matmuls import RewriteMatmuls
@@ -40,6 +41,7 @@ from .joint.share_quantizes import ShareQuantizes
 from .joint.unscale_nonlinear import UnscaleNonlinear
 from .joint.use_weight_cache import UseWeightCache
 from .split.add_in_gemm import AddInGemm
+from .split.ask_for_rowwise import AskForRowwise
 from .split.call_cpu_kernels import CallCpuKernels
 from .split.decompose_single_row import DecomposeSingleRow
 from .split.drop_recompute_copies import DropRecomputeCopies
@@ -49,6 +51,7 @@ from .split.fuse_delayed_quantizes import FuseDelayedQuantizes
 from .split.launch_quantizes import LaunchQuantizes
 from .split.quantize_in_gemm import QuantizeInGemm
 from .split.relayout_bytes import RelayoutBytes
+from .split.stack_alphas import StackAlphas
 from .split.sum_in_quantizes import SumInQuantizes
 from .split.update_in_place import UpdateInPlace
 
@@ -163,7 +166,8 @@ class JointPipeline(Pipeline):
         self.noted = NoteGrids(rules)
         self.ran, self.inputs = False, inputs or {}
         rewrites, on_cpu = record is None, rules.target == "cpu"
-        many_scales, copies = rules.recipe in ("rowwise", "blockwise"), not rules.reads_any_layout
+        many_scales = rules.recipe in ("rowwise", "blockwise") and rules.block_scaled is None
+        copies, blocks = not rules.reads_any_layout, None if on_cpu else rules.block_scaled
         # fmt: off
         steps: list[Step] = [
             (self.packed,                                     self.packed.applies),   # packed weights are in the graph
@@ -175,7 +179,8 @@ class JointPipeline(Pipeline):
             (UseWeightCache(weights) if weights else None,    rewrites),
             (delay,                                           rewrites),
             (PairQuantizes(),                                 rewrites and many_scales and not on_cpu),
-            (PairMx(needs_k_contiguous=copies),               rewrites and rules.recipe == "mxfp8" and not on_cpu),
+            (PairMx(needs_k_contiguous=copies),               rewrites and blocks == "mxfp8"),
+            (PairNvfp4(),                                     rewrites and blocks == "nvfp4"),
             (LowerQuantizes(rules.target),                    rewrites),
             (scale_loss,                                      True),
             (LowerScaledMmForCpu(),                           rewrites and on_cpu),
@@ -214,7 +219,7 @@ class SplitPipeline(Pipeline):
         on_cpu, on_nvidia = rules.target == "cpu", rules.target.startswith("cuda")
         # fmt: off
         steps: list[Step] = [
-            (DropRecomputeCopies(),     on_cpu or rules.reads_any_layout or rules.recipe == "mxfp8"),
+            (DropRecomputeCopies(),     on_cpu or rules.reads_any_layout or rules.block_scaled is not None),
             (CallCpuKernels(),          on_cpu),
             (FuseDelayedQuantizes(),    on_cpu),
             (QuantizeInGemm(),          on_cpu),
@@ -224,6 +229,8 @@ class SplitPipeline(Pipeline):
             (RelayoutBytes(),           not on_cpu),
             (FlagOverflowInPlace(),     not on_cpu and patches.active("atomic_max")),
             (AddInGemm(),               on_nvidia),
+            (AskForRowwise(),           rules.recipe == "rowwise" and rules.target.startswith("cuda:12")),
+            (StackAlphas(),             not on_cpu and rules.recipe == "nvfp4"),
             (UpdateInPlace(),           True),
             (SumInQuantizes(),          not on_cpu and patches.active("tile_sum")),
         ]

@@ -19,6 +19,7 @@ from . import (
     nvfp4_grad,
     nvfp4_matmul,
     nvfp4_pack,
+    nvfp4_tile,
     quantize_blocks,
     quantize_many,
     quantize_rows,
@@ -100,6 +101,15 @@ def _nvfp4_pack(swizzled: bool) -> Entry:
     return Entry(nvfp4_pack.nvfp4_pack_kernel, types | counts, constants, nvfp4_pack.NUM_WARPS)
 
 
+def _quantize_nvfp4(**options: Any) -> Entry:
+    types = {"x_ptr": "*bf16", "enc_ptr": "*fp32", "seed_ptr": "*i64", "codes_ptr": "*u8", "scales_ptr": "*u8"}
+    types |= dict.fromkeys(("rows", "cols", "row_stride", "numbered"), "i32")
+    given = {"block": (1, 16), "rotated": False, "random": False, "stream": 0, "four_over_six": False} | options
+    transpose = given.pop("transpose", False)
+    constants = {**nvfp4_tile.constants(1.0, **given), "col_stride": 1, "TRANSPOSE": transpose, "HARDWARE": True}
+    return Entry(nvfp4_tile.quantize_nvfp4_kernel, types, constants, nvfp4_tile.NUM_WARPS)
+
+
 def _nvfp4_matmul(rows: int) -> Entry:
     types = {"x_ptr": "*bf16", "codes_ptr": "*u8", "block_scales_ptr": "*fp8e4nv", "global_scale_ptr": "*fp32"}
     types |= {"bias_ptr": "*bf16", "y_ptr": "*bf16"}
@@ -158,6 +168,15 @@ CATALOGUE: dict[str, Callable[[], Entry]] = {
 # Kernels that do more than stream a tensor: what holds for the code of the others need not hold for theirs.
 PRODUCTS: dict[str, Callable[[], Entry]] = {
     "nvfp4_pack, swizzled": lambda: _nvfp4_pack(swizzled=True),
+    "quantize_nvfp4 1x16, nearest": lambda: _quantize_nvfp4(),
+    "quantize_nvfp4 16x16, transposed, nearest": lambda: _quantize_nvfp4(block=(16, 16), transpose=True),
+    "quantize_nvfp4 1x16, rotated, nearest": lambda: _quantize_nvfp4(transpose=True, rotated=True),
+    "quantize_nvfp4 1x16, random": lambda: _quantize_nvfp4(random=True),
+    "quantize_nvfp4 1x16, rotated, random": lambda: _quantize_nvfp4(transpose=True, rotated=True, random=True),
+    "quantize_nvfp4 1x16, four over six": lambda: _quantize_nvfp4(four_over_six=True),
+    "quantize_nvfp4 16x16, transposed, four over six": lambda: _quantize_nvfp4(
+        block=(16, 16), transpose=True, four_over_six=True
+    ),
     "nvfp4_matmul, 1 row": lambda: _nvfp4_matmul(1),
     "nvfp4_matmul, 64 rows": lambda: _nvfp4_matmul(64),
     "nvfp4_grad, 16 rows": lambda: _nvfp4_grad(16),

@@ -26,10 +26,10 @@ struct Key {
     int32_t left_type, right_type, c_type, d_type, bias_type;  // bias_type: -1 without a bias
     int32_t left_by_k, right_by_k, fast_accumulation;
     int32_t alignment[5];  // of right, left, c, d and the bias
-    int32_t block_scales;
+    int32_t scale_mode, on_device, nothing;  // on_device: alpha and beta
     bool operator==(const Key& other) const { return !std::memcmp(this, &other, sizeof(Key)); }
 };
-static_assert(sizeof(Key) == 7 * 8 + 14 * 4, "a gap would be compared too");
+static_assert(sizeof(Key) == 7 * 8 + 16 * 4, "a gap would be compared too");
 
 struct Hash {
     size_t operator()(const Key& key) const {
@@ -109,11 +109,13 @@ class CublasLt {
             if (vectors[i]) describe(description, attributes[i], vectors[i]);
     }
 
-    void multiply(const Plan& plan, const void* left, const void* right, const void* c, void* d, void* workspace,
-                  int64_t workspace_bytes, void* stream) {
-        const float one = 1, beta = c ? 1 : 0;
+    // alpha, beta: in the GPU's memory, or null.
+    void multiply(const Plan& plan, const void* left, const void* right, const void* alpha, const void* beta, const void* c,
+                  void* d, void* workspace, int64_t workspace_bytes, void* stream) {
+        const float one = 1, beta_here = c ? 1 : 0;
+        if (!alpha) alpha = &one, beta = &beta_here;
         check("cublasLtMatmul",
-              matmul_(handle_, plan.description, &one, right, plan.layouts[0], left, plan.layouts[1], &beta, c ? c : d,
+              matmul_(handle_, plan.description, alpha, right, plan.layouts[0], left, plan.layouts[1], beta, c ? c : d,
                       plan.layouts[2], d, plan.layouts[3], plan.chosen.algo, workspace, workspace_bytes, stream));
     }
 
@@ -147,9 +149,10 @@ class CublasLt {
         describe<int32_t>(plan.description, DESC_TRANSA, key.right_by_k ? OP_T : OP_N);
         describe<int32_t>(plan.description, DESC_TRANSB, key.left_by_k ? OP_N : OP_T);
         describe<int8_t>(plan.description, DESC_FAST_ACCUM, key.fast_accumulation != 0);
-        if (key.block_scales) {
-            describe<int32_t>(plan.description, DESC_A_SCALE_MODE, SCALE_VEC32_UE8M0);
-            describe<int32_t>(plan.description, DESC_B_SCALE_MODE, SCALE_VEC32_UE8M0);
+        if (key.on_device) describe<int32_t>(plan.description, DESC_POINTER_MODE, POINTERS_ON_DEVICE);
+        if (key.scale_mode) {
+            describe<int32_t>(plan.description, DESC_A_SCALE_MODE, key.scale_mode);
+            describe<int32_t>(plan.description, DESC_B_SCALE_MODE, key.scale_mode);
         }
         if (key.bias_type >= 0) {
             describe<int32_t>(plan.description, DESC_EPILOGUE, EPILOGUE_BIAS);
@@ -237,21 +240,22 @@ void* fp8_cublaslt_open(void* library, int64_t most_plans) {
 const char* fp8_cublaslt_refusal() { return refusal.c_str(); }
 
 // left: [m, k], right: [k, n] with both strides; c, d: [m, n] with the stride of their rows, c may be null; types as
-// cuBLASLt numbers them; block_scales: the scales are bytes, one for each 32 values along k. Returns 0 once the gemm is
-// launched; REFUSED; NO_KERNEL; or, where the gemm needs a larger workspace, how many bytes: nothing was launched then.
+// cuBLASLt numbers them, sizes and strides in elements of these types; scale_mode: as cuBLASLt numbers it; alpha, beta: null,
+// or where the GPU finds them. Returns 0 once the gemm is launched; REFUSED; NO_KERNEL; or, where the gemm needs a larger workspace, how many bytes: nothing was launched then.
 int64_t fp8_cublaslt_multiply(void* handle, int64_t m, int64_t n, int64_t k,
                               const void* left, int64_t left_stride, int64_t left_k_stride, int left_type,
                               const void* right, int64_t right_k_stride, int64_t right_stride, int right_type,
                               const void* scale_left, const void* scale_right, const void* bias, int bias_type,
                               const void* c, int64_t c_stride, int c_type, void* d, int64_t d_stride, int d_type,
-                              int fast_accumulation, int block_scales, void* workspace, int64_t workspace_bytes, void* stream) {
+                              int fast_accumulation, int scale_mode, const void* alpha, const void* beta, void* workspace,
+                              int64_t workspace_bytes, void* stream) {
     auto& library = *static_cast<CublasLt*>(handle);
     const bool left_by_k = left_k_stride == 1, right_by_k = right_k_stride == 1;
     const Key key = {m, n, k, left_by_k ? left_stride : left_k_stride, right_by_k ? right_stride : right_k_stride,
                      c ? c_stride : d_stride, d_stride, left_type, right_type, c ? c_type : d_type, d_type,
                      bias ? bias_type : -1, left_by_k, right_by_k, fast_accumulation,
                      {alignment_of(right), alignment_of(left), alignment_of(c ? c : d), alignment_of(d),
-                      bias ? alignment_of(bias) : 0}, block_scales};
+                      bias ? alignment_of(bias) : 0}, scale_mode, alpha != nullptr, 0};
     const void* vectors[3] = {scale_right, scale_left, bias};  // of A, of B
     const std::lock_guard<std::mutex> waits(library.lock);
     try {
@@ -264,7 +268,7 @@ int64_t fp8_cublaslt_multiply(void* handle, int64_t m, int64_t n, int64_t k,
         if (plan.chosen.workspace_size > static_cast<size_t>(workspace_bytes))
             return static_cast<int64_t>(plan.chosen.workspace_size);
         library.point_to(plan.description, vectors);
-        library.multiply(plan, left, right, c, d, workspace, workspace_bytes, stream);
+        library.multiply(plan, left, right, alpha, beta, c, d, workspace, workspace_bytes, stream);
         return 0;
     } catch (const Refused&) {
         return REFUSED;

@@ -2,8 +2,10 @@
 
     d = left @ right * scale_left * scale_right + bias + c
 
-The scales are one number of FP32 each, or, where they are bytes, powers of two for each 32 values along K in the order
-of ``kernels/mx_swizzled.py`` (MXFP8, compute capability 10.x and 12.x).
+The scales are one number of FP32 each; where they are bytes, powers of two for each 32 values along K (MXFP8); where
+they are E4M3, one for each 16 (NVFP4): both in the order of ``kernels/mx_swizzled.py``, on compute capability 10.x and
+12.x. Operands of NVFP4 are bytes of two codes, K contiguous, and the product is multiplied by ``alpha``, a number of
+FP32 in the GPU's memory.
 
 left: [M, K], right: [K, N] fp8, either dimension contiguous where the GPU can read it so (compute capability 10.x; K
 elsewhere); c, d: [M, N] bf16/fp16/fp32 with contiguous rows, c optional.
@@ -20,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import threading
 from typing import Any, Hashable
 
@@ -33,14 +36,18 @@ DATA_TYPES = {
     torch.bfloat16: 14,
     torch.float8_e4m3fn: 28,
     torch.float8_e5m2: 29,
+    torch.uint8: 33,  # two codes of E2M1
 }
 COMPUTE_32F = 68
 OP_N, OP_T = 0, 1
 EPILOGUE_BIAS = 4
-DESC_TRANSA, DESC_TRANSB, DESC_EPILOGUE, DESC_BIAS_POINTER, DESC_BIAS_DATA_TYPE = 3, 4, 7, 8, 26
+DESC_POINTER_MODE, DESC_TRANSA, DESC_TRANSB, DESC_EPILOGUE, DESC_BIAS_POINTER = 2, 3, 4, 7, 8
+DESC_BIAS_DATA_TYPE = 26
 DESC_A_SCALE_POINTER, DESC_B_SCALE_POINTER, DESC_FAST_ACCUM = 17, 18, 25
 DESC_A_SCALE_MODE, DESC_B_SCALE_MODE = 31, 32
-SCALE_VEC32_UE8M0 = 2  # a byte for each 32 values along K; without the attribute, one number
+SCALE_VEC16_UE4M3, SCALE_VEC32_UE8M0 = 1, 2  # a byte for each 16 or 32 values along K; else one number
+SCALE_MODES = {torch.float32: 0, torch.float8_e4m3fn: SCALE_VEC16_UE4M3, torch.uint8: SCALE_VEC32_UE8M0}
+POINTERS_ON_DEVICE = 1  # alpha and beta
 PREF_MAX_WORKSPACE_BYTES, PREF_MIN_ALIGNMENT = 1, (5, 6, 7, 8)  # of A, B, C, D
 
 WORKSPACE_BYTES = 32 << 20  # at most: what NVIDIA advises on Hopper and newer
@@ -57,7 +64,7 @@ def no_kernel(left: Tensor, right: Tensor, d: Tensor) -> CublasLtError:
     """The error for a gemm that cuBLASLt knows no algorithm for."""
     (m, k), n = left.shape, right.shape[1]
     return CublasLtError(
-        f"cuBLASLt has no kernel for {m}x{n}x{k}, {left.dtype} by {right.dtype} to {d.dtype}, strides "
+        f"cuBLASLt has no kernel for {m}x{n}x{k * in_a_byte(left.dtype)}, {left.dtype} by {right.dtype} to {d.dtype}, strides "
         f"{tuple(left.stride())} and {tuple(right.stride())}"
     )
 
@@ -70,6 +77,17 @@ class _HeuristicResult(ctypes.Structure):
         ("waves_count", ctypes.c_float),
         ("reserved", ctypes.c_int * 4),
     ]
+
+
+def in_a_byte(dtype: torch.dtype) -> int:
+    """How many elements a tensor's element stands for: two of E2M1."""
+    return 2 if dtype is torch.uint8 else 1
+
+
+@functools.cache
+def betas(device: torch.device) -> Tensor:
+    """0 and 1 where a gemm reads them whose alpha is in the GPU's memory."""
+    return torch.tensor([0.0, 1.0], device=device)
 
 
 _Vectors = tuple[Tensor, Tensor, Tensor | None]  # the scales of A and B, the bias
@@ -107,6 +125,7 @@ class CublasLt:
         *,
         fast_accumulation: bool,
         stream: int,
+        alpha: Tensor | None = None,
     ) -> None:
         """The formula of this file, written to ``d``, which may be ``c``."""
         operands, vectors = (right, left, d if c is None else c, d), (scale_right, scale_left, bias)
@@ -115,28 +134,34 @@ class CublasLt:
             None if bias is None else (bias.dtype, _alignment(bias)),
             fast_accumulation,
             scale_left.dtype,
+            alpha is None,
         )
         with self._lock:
-            plan = self._known(key, operands, vectors, fast_accumulation)
+            plan = self._known(key, operands, vectors, fast_accumulation, alpha is not None)
             size = max(plan.chosen.workspace_size, LEAST_WORKSPACE_BYTES)
             workspace = torch.empty(size, dtype=torch.uint8, device=d.device)
             self._point_to(plan.description, vectors)
             a, b, c_, d_ = (ctypes.c_void_p(one.data_ptr()) for one in operands)
             layout_a, layout_b, layout_c, layout_d = plan.layouts
+            one, beta = ctypes.byref(self._one), ctypes.byref(self._zero if c is None else self._one)
+            if alpha is not None:
+                one, beta = (ctypes.c_void_p(n.data_ptr()) for n in (alpha, betas(d.device)[int(c is not None)]))
             self._call(
                 "cublasLtMatmul",
-                *(self._handle, plan.description, ctypes.byref(self._one), a, layout_a, b, layout_b),
-                *(ctypes.byref(self._zero if c is None else self._one), c_, layout_c, d_, layout_d),
+                *(self._handle, plan.description, one, a, layout_a, b, layout_b),
+                *(beta, c_, layout_c, d_, layout_d),
                 ctypes.byref(plan.chosen.algo),
                 *(ctypes.c_void_p(workspace.data_ptr()), ctypes.c_size_t(size), ctypes.c_void_p(stream)),
             )
 
-    def _known(self, key: Hashable, operands: tuple[Tensor, ...], vectors: _Vectors, fast_accumulation: bool) -> _Plan:
+    def _known(
+        self, key: Hashable, operands: tuple[Tensor, ...], vectors: _Vectors, fast_accumulation: bool, on_device: bool
+    ) -> _Plan:
         """The plan for a shape, made once. Where sizes vary from step to step, no more than MOST_PLANS are kept."""
         plan = self._plans.pop(key, None)
         if plan is None:
             try:
-                plan = self._plan(operands, vectors, fast_accumulation)
+                plan = self._plan(operands, vectors, fast_accumulation, on_device)
             except CublasLtError as error:  # asking again would take as long, each time
                 plan = str(error)
         self._plans[key] = plan
@@ -148,7 +173,9 @@ class CublasLt:
             raise CublasLtError(plan)
         return plan
 
-    def _plan(self, operands: tuple[Tensor, ...], vectors: _Vectors, fast_accumulation: bool) -> _Plan:
+    def _plan(
+        self, operands: tuple[Tensor, ...], vectors: _Vectors, fast_accumulation: bool, on_device: bool
+    ) -> _Plan:
         (right, left, c, d), bias = operands, vectors[2]
         with contextlib.ExitStack() as made:
             description = self._make(made, "MatmulDesc", COMPUTE_32F, DATA_TYPES[torch.float32])
@@ -156,9 +183,11 @@ class CublasLt:
             self._describe(description, DESC_TRANSA, ctypes.c_int32(OP_T if right_by_k else OP_N))
             self._describe(description, DESC_TRANSB, ctypes.c_int32(OP_N if left_by_k else OP_T))
             self._describe(description, DESC_FAST_ACCUM, ctypes.c_int8(fast_accumulation))
-            if vectors[0].dtype is torch.uint8:
+            if on_device:
+                self._describe(description, DESC_POINTER_MODE, ctypes.c_int32(POINTERS_ON_DEVICE))
+            if mode := SCALE_MODES[vectors[0].dtype]:
                 for attribute in (DESC_A_SCALE_MODE, DESC_B_SCALE_MODE):
-                    self._describe(description, attribute, ctypes.c_int32(SCALE_VEC32_UE8M0))
+                    self._describe(description, attribute, ctypes.c_int32(mode))
             if bias is not None:
                 self._describe(description, DESC_EPILOGUE, ctypes.c_int32(EPILOGUE_BIAS))
                 self._describe(description, DESC_BIAS_DATA_TYPE, ctypes.c_int32(DATA_TYPES[bias.dtype]))
@@ -198,8 +227,8 @@ class CublasLt:
 
     def _layout(self, made: contextlib.ExitStack, rows_contiguous: Tensor) -> ctypes.c_void_p:
         """A matrix [R, C] that is stored row by row is one of C rows and R columns to cuBLASLt."""
-        rows, cols = rows_contiguous.shape
-        sizes = (ctypes.c_uint64(cols), ctypes.c_uint64(rows), ctypes.c_int64(rows_contiguous.stride(0)))
+        (rows, cols), each = rows_contiguous.shape, in_a_byte(rows_contiguous.dtype)
+        sizes = (ctypes.c_uint64(each * cols), ctypes.c_uint64(rows), ctypes.c_int64(each * rows_contiguous.stride(0)))
         return self._make(made, "MatrixLayout", DATA_TYPES[rows_contiguous.dtype], *sizes)
 
     def _point_to(self, description: ctypes.c_void_p, vectors: _Vectors) -> None:

@@ -19,7 +19,7 @@ from fp8_compile.kernels.cpu.kept_files import kept
 from fp8_compile.torch_internals.inductor import NoCompiler, cpp_compiler
 
 from . import cublaslt
-from .cublaslt import DATA_TYPES, LEAST_WORKSPACE_BYTES, CublasLt, CublasLtError, no_kernel
+from .cublaslt import DATA_TYPES, LEAST_WORKSPACE_BYTES, SCALE_MODES, CublasLt, CublasLtError, betas, in_a_byte, no_kernel
 
 log = logging.getLogger("fp8_compile")
 
@@ -53,33 +53,36 @@ class CompiledCublasLt:
         *,
         fast_accumulation: bool,
         stream: int,
+        alpha: Tensor | None = None,
     ) -> None:
         """The formula of ``cublaslt.py``, written to ``d``, which may be ``c``."""
         size = self._workspace_bytes
-        workspace = left.new_empty(size)  # an element of FP8 is a byte
-        rows, inner = left.shape
+        workspace = left.new_empty(size)  # an element is a byte
+        (rows, inner), each = left.shape, in_a_byte(left.dtype)
         bias_at, bias_type = (None, 0) if bias is None else (bias.data_ptr(), DATA_TYPES[bias.dtype])
         c_at, c_stride, c_type = (None, 0, 0) if c is None else (c.data_ptr(), c.stride()[0], DATA_TYPES[c.dtype])
+        alpha_at, beta_at = None, None
+        if alpha is not None:
+            alpha_at, beta_at = alpha.data_ptr(), betas(d.device)[int(c is not None)].data_ptr()
+        (left_stride, left_k), (right_k, right_stride) = left.stride(), right.stride()
+        if each > 1:  # K is contiguous
+            left_stride, right_stride = each * left_stride, each * right_stride
         status = self._multiply(
-            *(self._handle, rows, d.shape[1], inner),
-            left.data_ptr(),
-            *left.stride(),
-            DATA_TYPES[left.dtype],
-            right.data_ptr(),
-            *right.stride(),
-            DATA_TYPES[right.dtype],
+            *(self._handle, rows, d.shape[1], each * inner),
+            *(left.data_ptr(), left_stride, left_k, DATA_TYPES[left.dtype]),
+            *(right.data_ptr(), right_k, right_stride, DATA_TYPES[right.dtype]),
             scale_left.data_ptr(),
             scale_right.data_ptr(),
             *(bias_at, bias_type, c_at, c_stride, c_type),
             d.data_ptr(),
             d.stride()[0],
             DATA_TYPES[d.dtype],
-            *(fast_accumulation, scale_left.dtype is torch.uint8, workspace.data_ptr(), size, stream),
+            *(fast_accumulation, SCALE_MODES[scale_left.dtype], alpha_at, beta_at, workspace.data_ptr(), size, stream),
         )
         if status > 0:
             self._workspace_bytes = max(self._workspace_bytes, status)
             operands = (left, right, scale_left, scale_right, bias, c, d)
-            return self.multiply(*operands, fast_accumulation=fast_accumulation, stream=stream)
+            return self.multiply(*operands, fast_accumulation=fast_accumulation, stream=stream, alpha=alpha)
         if status == NO_KERNEL:
             raise no_kernel(left, right, d)
         if status:
@@ -116,7 +119,7 @@ def load(compiler: str) -> ctypes.CDLL:
     loaded.fp8_cublaslt_refusal.argtypes, loaded.fp8_cublaslt_refusal.restype = (), ctypes.c_char_p
     loaded.fp8_cublaslt_multiply.argtypes = (
         *(pointer, size, size, size, *operand, *operand, pointer, pointer, pointer, integer, *added, *added),
-        *(integer, integer, pointer, size, pointer),
+        *(integer, integer, pointer, pointer, pointer, size, pointer),
     )
     loaded.fp8_cublaslt_multiply.restype = size
     return loaded

@@ -10,9 +10,11 @@ from . import (
     materialize,
     min_max,
     mx_swizzled,
+    nvfp4_swizzled,
     peak_estimate,
     record_amax,
     relayout,
+    stack_products,
     sum_tiles,
     tiles,
 )
@@ -24,9 +26,11 @@ __all__ = [
     "materialize",
     "min_max",
     "mx_swizzled",
+    "nvfp4_swizzled",
     "peak_estimate",
     "record_amax",
     "relayout",
+    "stack_products",
     "sum_tiles",
     "tiles",
 ]

@@ -1,5 +1,5 @@
-"""The lowering of ``kernels/gpu/cublaslt_mm.py`` and ``cublaslt_mx_mm.py``: a call that writes to memory which Inductor
-has planned."""
+"""The lowering of ``kernels/gpu/cublaslt_mm.py``, ``cublaslt_mx_mm.py`` and ``cublaslt_nvfp4_mm.py``: a call that writes
+to memory which Inductor has planned."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from torch._inductor.virtualized import V
 
 from fp8_compile.kernels.gpu.cublaslt_mm import cublaslt_mm_op, cublaslt_mm_out_op
 from fp8_compile.kernels.gpu.cublaslt_mx_mm import cublaslt_mx_mm_op, cublaslt_mx_mm_out_op
+from fp8_compile.kernels.gpu.cublaslt_nvfp4_mm import cublaslt_nvfp4_mm_op, cublaslt_nvfp4_mm_out_op
+from fp8_compile.kernels.gpu.rowwise_mm import rowwise_mm_op
 
 
 def _in_memory_as_in_the_graph(fx_node: Any, *args: Any, **kwargs: Any) -> Any:
@@ -26,21 +28,22 @@ def _in_memory_as_in_the_graph(fx_node: Any, *args: Any, **kwargs: Any) -> Any:
     return constrain_to_fx_strides(fx_node, *args, **kwargs)
 
 
-def _register(op: Any, out_op: Any) -> None:
+def _register(op: Any, out_op: Any, columns: int = 1) -> None:
+    """``columns``: the dimension of the right operand that is the result's second."""
     add_layout_constraint(op, _in_memory_as_in_the_graph)
     fallback = fallback_handler(op, add_to_fallback_set=False)
 
     @register_lowering(op, type_promotion_kind=None)
-    def lowering(
-        left: Any, right: Any, scale_left: Any, scale_right: Any, added: Any, bias: Any, out_dtype: Any, **options: Any
-    ) -> Any:
-        given = (left, right, scale_left, scale_right, added, bias)
+    def lowering(left: Any, right: Any, *others: Any, out_dtype: Any = None, **options: Any) -> Any:
+        if out_dtype is None:
+            *others, out_dtype = others
+        *_, added, bias = given = (left, right, *others)
         # C++ knows no name to call it by, and asks Python; Inductor writes tensors first, then what is not one.
         if V.graph.cpp_wrapper or (added is None and bias is not None):
             return fallback(*given, out_dtype, **options)
         tensors = [one for one in given if one is not None]
         node = ir.ExternKernelOut(
-            layout=ir.FixedLayout(left.get_device(), out_dtype, [left.get_size()[0], right.get_size()[1]]),
+            layout=ir.FixedLayout(left.get_device(), out_dtype, [left.get_size()[0], right.get_size()[columns]]),
             inputs=[ir.ExternKernel.realize_input(tensor) for tensor in tensors],
             constant_args=[None] * (len(given) - len(tensors)),
             kwargs={"out_dtype": out_dtype, **options},
@@ -52,3 +55,5 @@ def _register(op: Any, out_op: Any) -> None:
 
 _register(cublaslt_mm_op, cublaslt_mm_out_op)
 _register(cublaslt_mx_mm_op, cublaslt_mx_mm_out_op)
+_register(cublaslt_nvfp4_mm_op, cublaslt_nvfp4_mm_out_op, columns=0)
+add_layout_constraint(rowwise_mm_op, _in_memory_as_in_the_graph)

@@ -7,6 +7,7 @@ stores codes and scales; two quantizes of a tensor are two stores of one kernel,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ def _lowering(x: Any, block: Any, transposed: bool = False) -> Any:
     if device.type == "cpu" or not patches.active("tile_sum"):
         return _fallback(x, block, transposed)
     along_columns, along_rows = directions(tuple(block))
-    codes = _up(rows * cols, PIECE)
+    codes = up(rows * cols, PIECE)
     sizes = [
         _scales_size(rows, cols) if along_columns else 0,
         _scales_size(cols, rows) if along_rows else 0,
@@ -52,29 +53,44 @@ def _lowering(x: Any, block: Any, transposed: bool = False) -> Any:
     def values(index: Any) -> Any:
         return ops.to_dtype(load(index), torch.float32)
 
-    def label(index: Any) -> Any:
-        # Not an address: the store prints its own. It tells rows from columns (``_store``) and keeps Inductor from
-        # making one loop of both.
-        return [FloorDiv(index[0], SIZE) * FloorDiv(cols, SIZE) + FloorDiv(index[1], SIZE // 2)]
-
     mode: Any = f"{TILE_MX} {block[0]} {block[1]} {int(transposed)}"
-    scatter_into(buffer, values, [rows, cols], label, mode)
+    scatter_into(buffer, values, [rows, cols], label_of(cols), mode)
     strides = [1, rows] if transposed else [cols, 1]
-    q = _part(buffer, torch.float8_e4m3fn, [rows, cols], strides, 0)
-    scale = _part(buffer, torch.uint8, [sizes[0]], [1], codes)
-    scale_t = _part(buffer, torch.uint8, [sizes[1]], [1], codes + sizes[0])
+    q = part_of(buffer, torch.float8_e4m3fn, [rows, cols], strides, 0)
+    scale = part_of(buffer, torch.uint8, [sizes[0]], [1], codes)
+    scale_t = part_of(buffer, torch.uint8, [sizes[1]], [1], codes + sizes[0])
     return q, scale, scale_t
 
 
-def _up(size: Any, multiple: int) -> Any:
+def label_of(cols: Any) -> Callable[[Any], Any]:
+    """What a store of tiles has for a place. Not an address: it prints its own. It tells rows from columns
+    (``rows_and_columns``) and keeps Inductor from making one loop of both."""
+
+    def label(index: Any) -> Any:
+        return [FloorDiv(index[0], SIZE) * FloorDiv(cols, SIZE) + FloorDiv(index[1], SIZE // 2)]
+
+    return label
+
+
+def rows_and_columns(kernel: Any, label: Any) -> tuple[Any, Any]:
+    """Which of a kernel's dimensions are those of the matrix."""
+    (col,) = {
+        symbol for part in label.atoms(FloorDiv) if part.args[1] == SIZE // 2 for symbol in part.args[0].free_symbols
+    }
+    cols = kernel.range_tree_nodes[col].root
+    (rows,) = (tree for tree in kernel.range_trees if tree is not cols and not tree.is_reduction)
+    return rows, cols
+
+
+def up(size: Any, multiple: int) -> Any:
     return FloorDiv(size + multiple - 1, multiple) * multiple
 
 
 def _scales_size(outer: Any, inner: Any) -> Any:
-    return _up(outer, ROWS) * _up(FloorDiv(inner + SIZE - 1, SIZE), COLUMNS)
+    return up(outer, ROWS) * up(FloorDiv(inner + SIZE - 1, SIZE), COLUMNS)
 
 
-def _part(buffer: Any, dtype: torch.dtype, size: list[Any], stride: list[Any], offset: Any) -> Any:
+def part_of(buffer: Any, dtype: torch.dtype, size: list[Any], stride: list[Any], offset: Any) -> Any:
     layout = ir.FixedLayout(buffer.get_device(), dtype, size, stride, offset)
     return ir.TensorBox(ir.ReinterpretView(data=buffer.data, layout=layout))
 
@@ -84,11 +100,7 @@ def _store(self: Any, original: Any, name: str, index: Any, value: Any, mode: An
     """Print codes and scales of a tile."""
     if not (isinstance(mode, str) and mode.startswith(TILE_MX)):
         return original(self, name, index, value, mode)
-    (col,) = {
-        symbol for part in index.atoms(FloorDiv) if part.args[1] == SIZE // 2 for symbol in part.args[0].free_symbols
-    }
-    cols = self.range_tree_nodes[col].root
-    (rows,) = (tree for tree in self.range_trees if tree is not cols and not tree.is_reduction)
+    rows, cols = rows_and_columns(self, index)
     block_rows, block_cols, transposed = map(int, mode.split()[1:])
     tile = _Tile(self, rows, cols, f"{value}_{block_rows}_{block_cols}", self.args.output(name))
     for line in tile.lines(value, (block_rows, block_cols), bool(transposed)):

@@ -4,6 +4,7 @@
     fp8_compile.cublaslt_mm  left @ right * scale_left * scale_right + bias + added    any layout where the GPU can read
                                                                                        it, one scale per tensor
     fp8_compile.cublaslt_mx_mm  the same with a scale for each 32 values along K
+    fp8_compile.cublaslt_nvfp4_mm  alpha * left @ right^T + bias + added, with a scale for each 16 values of 4 bits
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from torch import fx
 
 from fp8_compile.kernels.gpu.cublaslt_mm import cublaslt_mm_op
 from fp8_compile.kernels.gpu.cublaslt_mx_mm import cublaslt_mx_mm_op
+from fp8_compile.kernels.gpu.cublaslt_nvfp4_mm import cublaslt_nvfp4_mm_op
 
 from .arguments import arguments
 from .emit import emit, value
 from .marks import Kind, Mark, marked
 
 scaled_mm_op = torch.ops.aten._scaled_mm.default
+GEMMS = (scaled_mm_op, cublaslt_mm_op, cublaslt_mx_mm_op, cublaslt_nvfp4_mm_op)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,11 +40,13 @@ class Fp8Gemm:
     fast_accumulation: bool
     added: fx.Node | None = None
     is_mx: bool = False
+    alpha: fx.Node | None = None  # of NVFP4
 
     @property
     def can_add(self) -> bool:
         """True if cuBLASLt has a gemm of these scales that adds a matrix."""
-        return self.is_mx or all(value(scale).numel() == 1 for scale in (self.scale_left, self.scale_right))
+        blocks = self.is_mx or self.alpha is not None
+        return blocks or all(value(scale).numel() == 1 for scale in (self.scale_left, self.scale_right))
 
     def emit(
         self,
@@ -54,6 +59,9 @@ class Fp8Gemm:
         """Add the gemm as one node. ``by_cublaslt``: the operands' layout asks for it, or what is added does."""
         operands: tuple[fx.Node | None, ...] = (self.left, self.right, self.scale_left, self.scale_right)
         mark = Mark(kind=Kind.GEMM)
+        if self.alpha is not None:
+            operands = (*operands, self.alpha, self.added, self.bias)
+            return emit(graph, cublaslt_nvfp4_mm_op, *operands, self.out_dtype, like=like, tags=tags, mark=mark)
         if self.is_mx:
             operands = (*operands, self.added, self.bias)
             return emit(graph, cublaslt_mx_mm_op, *operands, self.out_dtype, like=like, tags=tags, mark=mark)
@@ -68,8 +76,11 @@ class Fp8Gemm:
 
 def fp8_gemm(node: fx.Node) -> Fp8Gemm | None:
     """What a node asks for as an FP8 gemm; None if it is not one of ours (a model may have its own)."""
-    if not marked(node, Kind.GEMM) or node.target not in (scaled_mm_op, cublaslt_mm_op, cublaslt_mx_mm_op):
+    if not marked(node, Kind.GEMM) or node.target not in GEMMS:
         return None
+    if node.target is cublaslt_nvfp4_mm_op:
+        left, right, scale_left, scale_right, alpha, added, bias, dtype = arguments(node)
+        return Fp8Gemm(left, right, scale_left, scale_right, bias, dtype, False, added, alpha=alpha)
     if node.target is cublaslt_mx_mm_op:
         left, right, scale_left, scale_right, added, bias, dtype = arguments(node)
         return Fp8Gemm(left, right, scale_left, scale_right, bias, dtype, False, added, is_mx=True)

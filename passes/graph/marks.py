@@ -31,6 +31,7 @@ class Kind(enum.StrEnum):
     CAST = "cast"  # the half that computes the FP8 values
     RELAYOUT = "relayout"  # a copy of an FP8 tensor in a gemm's layout
     RECOMPUTE_COPY = "recompute copy"  # of a backward gemm's operand, for the partitioner: joint/allow_recompute.py
+    ALPHA = "alpha"  # what a gemm multiplies its product by: split/stack_alphas.py
     OVERFLOW = "overflow"  # computes the largest magnitude of a gradient
 
 

@@ -33,3 +33,11 @@ class Rules:
     gradients: str = "quantized"  # or "high_precision", "dequantized": what backward products read
     four_over_six: bool = False  # forward operands choose between two scales per block of E2M1
     grouped: bool = True  # there is an FP8 gemm of ragged groups
+
+    @property
+    def block_scaled(self) -> str | None:
+        """The recipe whose gemms multiply blocks along K, if they do: from compute capability 10.0 on those of MXFP8
+        multiply blockwise's, too, with scales that are powers of two."""
+        if self.recipe == "blockwise" and self.target.startswith("cuda:") and int(self.target[len("cuda:") :]) >= 100:
+            return "mxfp8"
+        return self.recipe if self.recipe in ("mxfp8", "nvfp4") else None

@@ -131,6 +131,11 @@ def _dtype_reason(site: Matmul, rules: Rules) -> str | None:
 def _role_reason(site: Matmul, rules: Rules) -> str | None:
     if not rules.recipe_supported:
         return f"{rules.target} has no {rules.recipe} FP8 gemm"
+    if rules.recipe == "blockwise" and rules.block_scaled is not None:
+        if {rules.forward.significand_bits, rules.backward.significand_bits} != {4}:
+            return f"{rules.target} multiplies blocks of e4m3 only: leave forward_format and backward_format at e4m3"
+        if rules.stochastic:
+            return f"{rules.target} has no stochastic rounding of blocks: leave stochastic_rounding at False"
     for operand in (site.left, site.right):
         if operand.role in rules.unquantized:
             return f"quantize_{_FIELD[operand.role]}=False"

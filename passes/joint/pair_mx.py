@@ -11,7 +11,13 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8_compile.kernels.dequantize_operand import dequantize_mx_operand_op
 from fp8_compile.kernels.gpu.cublaslt_mx_mm import cublaslt_mx_mm_op
-from fp8_compile.kernels.mx_swizzled import directions, quantize_mx_swizzled_op, unswizzle
+from fp8_compile.kernels.mx_swizzled import (
+    WIDE,
+    directions,
+    quantize_mx_swizzled_op,
+    quantize_wide_swizzled,
+    unswizzle,
+)
 from fp8_compile.kernels.mxfp8 import SIZE, dequantize_mx, mx_mm_op, quantize_mx_op
 
 from ..graph.arguments import arguments, input_of
@@ -40,6 +46,8 @@ class PairMx(GraphPass):
     read, if they are in the same half of the graph: forward makes what a weight's gradient reads of an input, and saves
     that instead of the input itself, unless backward computes the input anyway, such as an activation from what its own
     gradient needs. What is not a multiple of 32 is filled up with zeros, on the way into that kernel.
+
+    Blocks of 128 (blockwise) are quantized by plain operations, and their scales repeated for each 32 values along K.
 
     Where gemms want K contiguous, codes along columns are written transposed, and a weight's tiles once in each layout.
     """
@@ -91,8 +99,12 @@ class _Quantizes:
     def _make(self, operand: Operand, transposed: bool, gemm: fx.Node) -> tuple[fx.Node, ...]:
         node = operand.quantize
         x, block = arguments(node)
-        tags = _policy(node, gemm)
-        x = _filled(self.graph, x, like=node)
+        tags = policy_of_codes(node, gemm)
+        if WIDE in block:
+            x = filled(self.graph, x, like=node, multiples=tuple(max(SIZE, size) for size in block))
+            wide = tuple(block), transposed
+            return tuple(inline(self.graph, quantize_wide_swizzled, x, *wide, like=node, tags=tags))
+        x = filled(self.graph, x, like=node)
         kept = Mark(use=mark_of(node).use)
         both = emit(self.graph, quantize_mx_swizzled_op, x, block, transposed, like=node, tags=tags, mark=kept)
         results = tuple(getitem(self.graph, both, index) for index in range(3))
@@ -122,7 +134,7 @@ def _dequantized(
     return dequantize_mx(q, scales if along_columns else scales.t(), block)[:rows, :cols].to(dtype)
 
 
-def _policy(quantize: fx.Node, gemm: fx.Node) -> dict[str, CheckpointPolicy]:
+def policy_of_codes(quantize: fx.Node, gemm: fx.Node) -> dict[str, CheckpointPolicy]:
     """Forward saves what a backward gemm reads of a tensor of forward, unless backward shall make it again."""
     use = mark_of(quantize).use
     if "recompute" in quantize.meta or use is None:  # a checkpointed layer, or cheap to make
@@ -137,13 +149,12 @@ def _replace(graph: fx.Graph, gemm: fx.Node, quantizes: _Quantizes) -> None:
     with graph.inserting_before(gemm):
         q_left, scale_left = quantizes.operand(_operand(left, is_left=True), gemm)
         q_right, scale_right = quantizes.operand(_operand(right, is_left=False), gemm)
-        m, n = value(gemm).shape
-        if bias is not None and not _is_full(n):
-            bias = inline(graph, _fill_vector, bias, like=gemm)
+        if bias is not None and not same(value(q_right).shape[1], value(bias).shape[0]):
+            bias = inline(graph, fill_vector, bias, q_right, like=gemm)
         operands = (q_left, q_right, scale_left, scale_right, None, bias, dtype)
         mark = Mark(kind=Kind.GEMM)
         result = emit(graph, cublaslt_mx_mm_op, *operands, like=gemm, tags=policy_of(gemm), mark=mark)
-        if not _is_full(m) or not _is_full(n):
+        if not all(map(same, value(result).shape, value(gemm).shape)):
             result = inline(graph, _cut, result, left, right, like=gemm)
     gemm.replace_all_uses_with(result)
     graph.erase_node(gemm)
@@ -156,25 +167,31 @@ def _operand(node: fx.Node, *, is_left: bool) -> Operand:
     return Operand(quantize, flipped, k_down=flipped == is_left)
 
 
-def _is_full(size: int | torch.SymInt) -> bool:
-    return statically_known_true(size % SIZE == 0)
+def is_full(size: int | torch.SymInt, multiple: int = SIZE) -> bool:
+    return statically_known_true(size % multiple == 0)
 
 
-def _filled(graph: fx.Graph, x: fx.Node, *, like: fx.Node) -> fx.Node:
-    """x with rows and columns of zeros, up to multiples of 32."""
-    if all(map(_is_full, value(x).shape)):
+def filled(graph: fx.Graph, x: fx.Node, *, like: fx.Node, multiples: tuple[int, ...] = (SIZE, SIZE)) -> fx.Node:
+    """x with rows and columns of zeros, up to multiples of 32, or of what else is asked for."""
+    if all(map(is_full, value(x).shape, multiples)):
         return x
-    filled: fx.Node = inline(graph, _fill, x, like=like)
-    return filled
+    full: fx.Node = inline(graph, _fill, x, *multiples, like=like)
+    return full
 
 
-def _fill(x: torch.Tensor) -> torch.Tensor:
+def _fill(x: torch.Tensor, of_rows: int, of_cols: int) -> torch.Tensor:
     rows, cols = x.shape
-    return torch.nn.functional.pad(x, (0, -cols % SIZE, 0, -rows % SIZE))
+    return torch.nn.functional.pad(x, (0, -cols % of_cols, 0, -rows % of_rows))
 
 
-def _fill_vector(bias: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.pad(bias, (0, -bias.shape[0] % SIZE))
+def fill_vector(bias: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """A bias with zeros, up to the columns of the right operand."""
+    return torch.nn.functional.pad(bias, (0, right.shape[1] - bias.shape[0]))
+
+
+def same(size: int | torch.SymInt, other: int | torch.SymInt) -> bool:
+    """True if two sizes are known to be equal."""
+    return statically_known_true(size == other)
 
 
 def _cut(y: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

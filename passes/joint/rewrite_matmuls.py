@@ -110,9 +110,9 @@ class _Editor:
 
     def _product(self, left: fx.Node, right: fx.Node, part: int | None = None) -> fx.Node:
         """``[M, K] @ [K, N]`` in the dtype of the original; ``part``: which product of a stack."""
-        if self.rules.recipe in PRODUCTS:
+        if (recipe := self.rules.block_scaled) is not None:
             place = Site(self.graph, self.site, self.plan, self.rules, part, self.operands)
-            return PRODUCTS[self.rules.recipe](place, left, right, self.bias, self.wanted)
+            return PRODUCTS[recipe](place, left, right, self.bias, self.wanted)
         q_left, scale_left = self._operand(left, self.plan.left, part, is_left=True)
         q_right, scale_right = self._operand(right, self.plan.right, part, is_left=False)
         # FP22 accumulation is enough for activations; gradients are summed exactly, as the peers do.

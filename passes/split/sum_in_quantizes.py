@@ -10,6 +10,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp8_compile.kernels.cast_blocks import cast_blocks_op
 from fp8_compile.kernels.mx_swizzled import quantize_mx_swizzled_op
+from fp8_compile.kernels.nvfp4_swizzled import quantize_nvfp4_swizzled_op
 from fp8_compile.kernels.quantize import WHOLE
 from fp8_compile.kernels.record_amax import record_amax_op
 from fp8_compile.kernels.sum_tiles import TILE_ROWS, sum_tiles_op
@@ -24,7 +25,8 @@ aten, prims = torch.ops.aten, torch.ops.prims
 
 
 class SumInQuantizes(GraphPass):
-    """Replace the sum over the rows of a gradient that is quantized by one scale or in MXFP8, once the graph is split.
+    """Replace the sum over the rows of a gradient that is quantized by one scale, in MXFP8 or in NVFP4,
+    once the graph is split.
 
     Before:  db: bf16[N] = sum(dy, [0])                                   dy: bf16[M, N]
     After:   tiles: fp32[M / 64, N] = fp8_compile.sum_tiles(dy)           fused into the kernel that quantizes dy
@@ -38,7 +40,8 @@ class SumInQuantizes(GraphPass):
         delayed = [input_of(node, 1) for node in graph.find_nodes(op="call_function", target=record_amax_op)]
         casts = graph.find_nodes(op="call_function", target=cast_blocks_op)
         by_one_scale = [input_of(node) for node in casts if tuple(arguments(node)[3]) == (WHOLE, WHOLE)]
-        blocks = graph.find_nodes(op="call_function", target=quantize_mx_swizzled_op)
+        stores = (quantize_mx_swizzled_op, quantize_nvfp4_swizzled_op)
+        blocks = [node for op in stores for node in graph.find_nodes(op="call_function", target=op)]
         quantized = {root_of(node) for node in (*delayed, *by_one_scale, *map(input_of, blocks))}
         changed = 0
         for node in graph.find_nodes(op="call_function", target=aten.sum.dim_IntList):

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch._inductor.runtime import triton_helpers
 from triton.runtime import interpreter
 
+from fp8_compile.kernels.gpu import nvfp4_tile, tile
+
 UNWRITTEN = 0xFF  # as FP8, bf16 and fp32, a 0xFF in every byte is NaN
 
 
@@ -23,7 +25,7 @@ def hostile_interpreter(modules: Sequence[types.ModuleType], *, backwards: bool)
     """Inside, Triton functions of these modules are interpreted; ``backwards``: the last program of a grid first."""
     builder = interpreter.interpreter_builder
     with contextlib.ExitStack() as stack:
-        stack.enter_context(interpreted(triton_helpers, *modules))
+        stack.enter_context(interpreted(triton_helpers, nvfp4_tile, tile, *modules))  # what generated code calls
         for module in (triton_helpers, *modules):
             if hasattr(module, "libdevice"):
                 stack.enter_context(mock.patch.object(module, "libdevice", LIBDEVICE))

@@ -43,6 +43,7 @@ def interpreted(*modules: types.ModuleType, correct: bool = True) -> Iterator[No
         for place in (*modules, *LANGUAGE):
             for name, value in list(vars(place).items()):
                 if isinstance(value, JITFunction):
+                    value = vars(place).get("INTERPRETED", {}).get(name, value)
                     setattr(place, name, twins.setdefault(id(value), Twin(value.fn)))
         try:
             interpreter._patch_lang(_sees_the_language)

@@ -177,12 +177,19 @@ def test_other_dtypes_are_skipped_by_name(name: str) -> None:
 
 
 def test_a_recipe_that_the_target_has_no_gemm_for_is_skipped() -> None:
-    assert reason(linear(128, 128, 128), make("cuda:100", recipe="blockwise")) == "cuda:100 has no blockwise FP8 gemm"
+    assert reason(linear(128, 128, 128), make("cuda:89", recipe="blockwise")) == "cuda:89 has no blockwise FP8 gemm"
     assert reason(linear(128, 128, 128), make("hip:gfx942", recipe="blockwise")) == (
         "hip:gfx942 has no blockwise FP8 gemm"
     )
-    for target in ("cpu", "cuda:90"):
+    for target in ("cpu", "cuda:90", "cuda:100", "cuda:120"):
         rewrite(linear(128, 128, 128), make(target, recipe="blockwise"))
+
+
+def test_blocks_that_are_multiplied_in_mxfp8_are_of_e4m3_and_rounded_to_nearest() -> None:
+    rules = make("cuda:100", recipe="blockwise", backward_format="e5m2")
+    assert "blocks of e4m3 only" in reason(linear(128, 128, 128), rules)
+    rules = make("cuda:100", recipe="blockwise", stochastic_rounding=True)
+    assert "no stochastic rounding of blocks" in reason(linear(128, 128, 128), rules)
 
 
 @pytest.mark.parametrize(
