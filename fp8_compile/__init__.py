@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from .report import Report
     from .scaling.find_state import scaling_state
     from .scaling.frozen_scales import freeze_scales
+    from .scaling.precision import set_precision
     from .scaling.state import ScalingState
     from .target import Target
     from .training.attach import Training, attach
@@ -80,6 +81,7 @@ __all__ = [
     "quantize_nvfp4",
     "save_checkpoint",
     "scaling_state",
+    "set_precision",
     "update_packed",
 ]
 __version__ = "0.2.0"
@@ -112,6 +114,7 @@ _HOMES = {
     "quantize_nvfp4": "kernels.nvfp4.quantize",
     "save_checkpoint": "packing.checkpoints.save_and_load",
     "scaling_state": "scaling.find_state",
+    "set_precision": "scaling.precision",
     "update_packed": "packing.update",
 }
 

@@ -40,11 +40,11 @@ from fp8_compile.torch_internals.partitioner import split_and_shrink
 
 from .fused_inference_ops import decompose_fused_ops
 from .interpret import NO_CACHE, run_uncompiled
-from .kept_blocks import KeptBlocks, kept_in_graph
+from .kept_blocks import kept_in_graph
 from .module_names import ModuleNames
 from .noted_code import NotedCode
 from .report_cache import ReportCache
-from .rules import make_rules
+from .rules import Precision, make_rules
 from .runner import Code
 from .shared_code import Caller, GraphInputs, SharedCode
 from .variants import keep_apart
@@ -76,7 +76,8 @@ def compile_graph(
     trains = torch.is_grad_enabled() and any(_has_gradient(item) for item in (*example_inputs, *gm.parameters()))
     keeps_state = state is not None and (trains or state.frozen is not None)
     keep_apart(gm, config)
-    rules = make_rules(config, target, selection)
+    precision = Precision()
+    rules = dataclasses.replace(make_rules(config, target, selection), high=precision)
     slots = None
     if state is not None and keeps_state:
         slots = open_slots(gm, config, rules, device, state, names.frame, trains=trains)
@@ -96,7 +97,7 @@ def compile_graph(
         loss_scale_of(compiled_modules(gm), frame_code(), config, strict=strict),
         device,
         trains,
-        kept,
+        (sorted(kept.names.items()), precision.fingerprint),
     )
     compiled, report = graph.compile(inner_compile)
     if strict:
@@ -121,7 +122,7 @@ class _Graph:
     loss_scale: GraphLossScale | None
     device: torch.device
     trains: bool
-    kept: KeptBlocks
+    choices: Any  # what was chosen for modules by other means than the options, for the key of the cache
     grids: Sequence[WeightGrid] = ()  # of its weights; known when it is compiled
 
     def compile(self, inner_compile: Callable[..., Any] | None) -> tuple[Callable[..., Any], Report]:
@@ -174,7 +175,7 @@ class _Graph:
             slots.state.held if slots else None,
         )
         lines = [code_path(node) for node in self.gm.graph.nodes] if slots else None  # slots are told apart by them
-        names = self.names.fingerprint(self.gm), sorted(self.kept.names.items())
+        names = self.names.fingerprint(self.gm), self.choices
         return repr((self.config.fingerprint(), self.rules.target, names, state, lines))
 
     @property

@@ -5,9 +5,12 @@ from __future__ import annotations
 from fp8_compile.config import Config
 from fp8_compile.passes.graph.roles import Role
 from fp8_compile.passes.graph.rules import Rules
+from fp8_compile.scaling.model_state import model_state
 from fp8_compile.selection import Selection
 from fp8_compile.target import Target
 from fp8_compile.torch_internals import patches
+
+from .module_names import visible_roots
 
 
 def make_rules(config: Config, target: Target, selection: Selection) -> Rules:
@@ -32,6 +35,25 @@ def make_rules(config: Config, target: Target, selection: Selection) -> Rules:
         gradients=config.backward,
         four_over_six=config.four_over_six,
     )
+
+
+class Precision:
+    """The gemms that are in high precision for now, by module. What no module wrote goes by the module around it."""
+
+    def __init__(self) -> None:
+        self.by_module: dict[str, frozenset[str]] = {}
+        for prefix, root in visible_roots():
+            for name, module in root.named_modules():
+                self.by_module[".".join(part for part in (prefix, name) if part)] = model_state(module).high
+
+    def __call__(self, module: str) -> frozenset[str]:
+        while module and module not in self.by_module:
+            module = module.rpartition(".")[0]
+        return self.by_module.get(module, frozenset())
+
+    @property
+    def fingerprint(self) -> list[tuple[str, list[str]]]:
+        return sorted((name, sorted(gemms)) for name, gemms in self.by_module.items() if gemms)
 
 
 def _supported(recipe: str, target: Target) -> bool:

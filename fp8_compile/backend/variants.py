@@ -1,9 +1,10 @@
 """Which modules may run a code that was compiled for one of them.
 
 Dynamo compiles ``Block.forward`` once and runs the code for every block whose parameters look the same. That is right
-for us, too, as long as all of them are treated alike: patterns and output heads leave the same layers alone, and a
-training loop asks the same of them. A guard on the module asks that at every call; a module that differs is compiled by
-itself. The scaling state is not part of it: code is given that of the module it runs for (``shared_code.py``).
+for us, too, as long as all of them are treated alike: patterns and output heads leave the same layers alone, the
+same gemms are in high precision for now, and a training loop asks the same of them. A guard on the module asks that at
+every call; a module that differs is compiled by itself. The scaling state is not part of it: code is given that of the
+module it runs for (``shared_code.py``).
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class Variant:
     scaled: bool  # it has a loss scale
     wide: bool  # gradients of 16-bit parameters leave in FP32
     frozen: frozenset[str]  # inputs whose scales are fixed for inference
+    high: Any  # gemms that are in high precision for now
 
 
 def keep_apart(gm: fx.GraphModule, config: Config) -> None:
@@ -90,6 +92,7 @@ def variant_of(module: nn.Module, config: Config) -> Variant:
         config.loss_scale is not None or any(one.setting is not None for one in scalings),
         any(one.wide for one in scalings),
         state.frozen if config.keeps_state else frozenset(),
+        tuple((name, high) for name, inner in module.named_modules() if (high := model_state(inner).high)),
     )
 
 

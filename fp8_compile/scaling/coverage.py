@@ -16,7 +16,8 @@ from .model_state import model_state
 
 log = logging.getLogger("fp8_compile")
 
-BY_WISH = ("excluded", "not in include", "quantize_", "backward=")  # how reasons begin that the user has asked for
+# How reasons begin that the user has asked for.
+BY_WISH = ("excluded", "not in include", "quantize_", "backward=", "set_precision(")
 LAYERS = ("conv", "lstm", "gru", "rnn")  # in names of operations that multiply by weights in other ways
 
 

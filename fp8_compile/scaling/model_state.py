@@ -41,6 +41,8 @@ class ModelState:
     step_counts: weakref.WeakSet[CountsSteps] = dataclasses.field(default_factory=weakref.WeakSet)
     frozen: frozenset[str] = frozenset()  # slots and layers in it whose scales are fixed for inference
 
+    high: frozenset[str] = frozenset()  # its gemms that are in high precision for now: precision.py
+
     # The loss scale.
     loss_scalings: weakref.WeakSet[Scaled] = dataclasses.field(default_factory=weakref.WeakSet)  # of training loops
     # Those that graphs read. The same at every attach(), since code that was compiled for the first one reads them.
@@ -55,6 +57,7 @@ class ModelState:
     told_without_fp8: bool = False  # the user knows that there is none
 
 
+scaling_states: weakref.WeakSet[ScalingState] = weakref.WeakSet()  # of all models and functions
 _states: weakref.WeakKeyDictionary[nn.Module, ModelState] = weakref.WeakKeyDictionary()
 
 

@@ -21,8 +21,9 @@ from fp8_compile.passes.graph.slot import BACKWARD, FROZEN, Place, Slot, TensorU
 from fp8_compile.torch_internals.dynamo import reset_code
 from fp8_compile.torch_internals.graphs import real_tensors
 
+from . import precision
 from .layout import Layout, Prefix
-from .model_state import model_state
+from .model_state import model_state, scaling_states
 from .recorder import RunRecorder
 from .requests import Changes, Requests
 from .saved_slots import Row, SavedSlots, check_fits, read_slots
@@ -74,6 +75,8 @@ class ScalingState:
         self.epoch = 0  # goes up when histories are replaced: what relied on them has to look again
         self.updates = 0  # of all tables at once, where amaxes are held until the optimizer's step
         self._weights: WeightCache | None = None
+        self._runs_before: dict[Slot, int] | None = None  # of each slot, when gemms went to high precision
+        scaling_states.add(self)
 
     def settle(self) -> None:
         """Bring histories and scales up to date with the last run."""
@@ -87,6 +90,11 @@ class ScalingState:
     @property
     def model(self) -> nn.Module | None:
         return self._model() if self._model is not None else None
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """The model, or the modules of a function that runs several."""
+        return [one for ref in (self._model, *self._several) if ref is not None and (one := ref()) is not None]
 
     @property
     def held(self) -> bool:
@@ -198,7 +206,8 @@ class ScalingState:
         self.settle()
         rows = {str(slot): self.tables[place.table].row(place.row) for slot, place in self.trained()}
         rows = self._saved.waiting | rows
-        return {f"{slot}.{field}": tensor for slot, row in rows.items() for field, tensor in row.items()}
+        saved = {f"{slot}.{field}": tensor for slot, row in rows.items() for field, tensor in row.items()}
+        return saved | precision.saved_precision(self.model)
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
         """Take a saved state over, before or after the model is compiled. One that does not fit changes nothing."""
@@ -208,16 +217,46 @@ class ScalingState:
         """Raise where a saved state does not fit; the function that is returned takes it over. To load several states,
         check all of them first."""
         places = {str(slot): place for slot, place in self.trained()}
-        rows = self._saved.renamed(read_slots(state_dict), places)
+        slots, high = dict[str, Tensor](), dict[str, Tensor]()
+        for key, tensor in state_dict.items() if isinstance(state_dict, Mapping) else ():
+            (high if precision.is_precision(key) else slots)[key] = tensor
+        wanted = precision.read_precision(self.model, high)
+        rows = self._saved.renamed(read_slots(slots if isinstance(state_dict, Mapping) else state_dict), places)
         check_fits(rows, {slot: self.tables[place.table].kind.length for slot, place in places.items()}, self.model)
-        return lambda: self._take_over(rows, places)
+        return lambda: self._take_over(rows, places, wanted)
 
-    def _take_over(self, rows: Mapping[str, Row], places: Mapping[str, Place]) -> None:
+    def _take_over(
+        self, rows: Mapping[str, Row], places: Mapping[str, Place], wanted: Mapping[nn.Module, frozenset[str]]
+    ) -> None:
+        precision.switch(wanted)
         for slot, row in rows.items():
             if slot in places:
                 self.tables[places[slot].table].set_row(places[slot].row, row)
         self._saved.waiting = {slot: row for slot, row in rows.items() if slot not in places}
+        self._runs_before = self._runs_by_slot() if any(wanted.values()) else None
         self.epoch += 1
+
+    def precision_changes(self, *, back: bool) -> None:
+        """Gemms are about to go to high precision; ``back``: some return from there. What nothing has recorded since
+        they went is of long ago, and is forgotten."""
+        if back and self._runs_before is not None:
+            self._forget(slot for slot, runs in self._runs_by_slot().items() if self._runs_before.get(slot, 0) == runs)
+            self._runs_before = None
+        if self._runs_before is None:
+            self._runs_before = self._runs_by_slot()
+
+    def _runs_by_slot(self) -> dict[Slot, int]:
+        """How many runs have recorded each slot. Waits for the device."""
+        self.settle()
+        counts = [table.counts[RUNS].tolist() for table in self.tables]
+        return {slot: counts[place.table][place.row] for slot, place in self.trained()}
+
+    def _forget(self, slots: Iterable[Slot]) -> None:
+        """Take tensors for new: their next run takes the scale from the tensor itself."""
+        for slot in slots:
+            place = self._places[slot, False]
+            self.tables[place.table].forget(place.row)
+            self.epoch += 1
 
     def prime(self, calibration: KnowsAmaxes) -> None:
         """Let inputs begin with the amaxes of a calibration, as if a run had seen them: of slots that are there, and

@@ -150,6 +150,11 @@ class Table:
                 counts[:, row] = 0  # what was saved before version 0.2 has two counters
                 counts[: len(saved["counts"]), row] = saved["counts"]
 
+    def forget(self, row: int) -> None:
+        """As before the first run of a slot, but for its settings."""
+        nothing = {"scale": torch.zeros(()), "amax_history": torch.zeros(self.kind.length), "counts": torch.zeros(0)}
+        self.set_row(row, {**nothing, "largest": torch.tensor(self.kind.largest)})
+
     def prime(self, row: int, amax: float) -> None:
         """As if a run had seen that amax, with the tensor's own scale: nothing was saturated by it."""
         for _, *state in (self._tensors(), self._copies()):

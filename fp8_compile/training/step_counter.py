@@ -8,6 +8,7 @@ from torch import nn
 
 from fp8_compile.scaling.find_state import scaling_state, states_within
 from fp8_compile.scaling.model_state import model_state
+from fp8_compile.scaling.precision import set_precision
 from fp8_compile.scaling.state import ScalingState
 from fp8_compile.torch_internals.modules import is_compiled, unwrap
 
@@ -40,7 +41,9 @@ class StepCounter(TrainingPart):
                 "state_dict() gives: a dict by module, and a number of steps"
             )
         # All are checked before any is changed: a state that does not fit leaves the model as it was.
-        for take_over in [self._state_of(name).checked(saved) for name, saved in states.items()]:
+        take_overs = [self._state_of(name).checked(saved) for name, saved in states.items()]
+        set_precision(self.model)  # as it is unless a state says otherwise
+        for take_over in take_overs:
             take_over()
         self.steps = int(steps)
         self._tell()

@@ -12,6 +12,10 @@ from fp8_compile.kernels.formats import Format
 from .roles import Role
 
 
+def _none(module: str) -> frozenset[str]:
+    return frozenset()
+
+
 @dataclasses.dataclass(frozen=True)
 class Rules:
     """What the config asks for and the target can do, as far as a matmul's decision needs it."""
@@ -30,6 +34,7 @@ class Rules:
     e5m2_by_e5m2: bool = False
     stochastic: frozenset[Role] = frozenset()  # roles of tensors that are rounded at random
     only_output: torch.dtype | None = None  # the one dtype that the recipe's gemm can write
+    high: Callable[[str], frozenset[str]] = _none  # module -> its gemms that are in high precision for now
     gradients: str = "quantized"  # or "high_precision", "dequantized": what backward products read
     four_over_six: bool = False  # forward operands choose between two scales per block of E2M1
     grouped: bool = True  # there is an FP8 gemm of ragged groups

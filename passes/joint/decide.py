@@ -71,6 +71,8 @@ def decide(site: Matmul, rules: Rules) -> Rewrite | Skip:
     for check in (_name_reason, _operand_reason, _dtype_reason):
         if (reason := check(site, rules)) is not None:
             return Skip(reason)
+    if site.gemm in rules.high(site.module):
+        return Skip(f"set_precision({site.gemm}='high')")
     if site.gemm != "output" and rules.gradients != "quantized":
         return _in_high_precision(site, rules)
     for check in (_role_reason, _group_reason, _size_reason):
