@@ -1,7 +1,7 @@
 """Keys and values of attention in FP8, as a cache stores them, and attention that reads them.
 
-    a row:      the E4M3 codes of one head's vector, and behind them, as four bytes, their FP32 scale; of a scale that is
-                known for the head, the codes alone
+    a row:      the E4M3 codes of one head's vector, and after them, as four bytes, their FP32 scale; where the scale of
+                the head is known, the codes alone
     scale       = amax(row) / 448, 1 for a row of zeros;   q = e4m3(x / scale)
     attention:  p = softmax(q . (k * key_scale) * scale + mask),   y = p (v * value_scale)
 
@@ -9,9 +9,9 @@
     fp8_cache_dequantize(rows, scales, dtype)                              -> x [B, G, S, D]
     fp8_attention(q, keys, values, key_scales, value_scales, mask, ...)    -> y [B, H, Q, D]
 
-A row is one piece of memory, so that a cache moves, repeats and drops rows without knowing what is in them. Inf and NaN do
-not vanish: by a scale of its own such a row is NaN, by a known scale the element is. Heads that share keys and values are
-neighbours: head h reads group h * G // H.
+A row is one piece of memory, so that a cache moves, repeats and drops rows without knowing what is in them. Inf and NaN
+do not vanish: by a scale of its own such a row is NaN, by a known scale the element is. Heads that share keys and
+values are neighbours: head h reads group h * G // H.
 """
 
 from __future__ import annotations

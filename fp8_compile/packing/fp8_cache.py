@@ -5,8 +5,8 @@
     model.generate(ids, past_key_values=cache)
 
 A layer of such a cache is one of transformers' own, which stores rows of bytes instead of vectors
-(``kernels/fp8_cache.py``): how a cache grows, slides, is cut, or is repeated for beams stays transformers' business. What
-a layer returns are keys and values in the model's dtype, so every way to compute attention is right; compiled code
+(``kernels/fp8_cache.py``): how a cache grows, slides, is cut, or is repeated for beams stays transformers' business.
+What a layer returns are keys and values in the model's dtype, so every way to compute attention is right; compiled code
 for a few queries reads the rows themselves (``passes/joint/read_fp8_cache.py``).
 """
 
@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Any, Mapping
+from typing import Any, Iterable, Mapping
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCache, StaticLayer
 
 from fp8_compile.kernels import fp8_cache
+
+from .use_fp8_cache import SCALES, cache_scales
 
 log = logging.getLogger("fp8_compile")
 
@@ -33,8 +35,8 @@ class Fp8Cache(Cache):
     """Keys and values in E4M3.
 
     ``model``: the model, or its config. ``max_cache_len``: how many tokens a static cache holds; without it the cache
-    grows. ``scales``: static ones, from ``calibrate_cache`` or a checkpoint, by layer and head; those that the model was
-    packed with by default, and where there are none, each token of each head has a scale of its own.
+    grows. ``scales``: static ones, from ``Fp8Cache.calibrate`` or a checkpoint, by layer and head; those that the model
+    was packed with by default, and where there are none, each token of each head has a scale of its own.
     """
 
     def __init__(self, model: Any, max_cache_len: int | None = None, scales: Scales | None = None) -> None:
@@ -46,6 +48,11 @@ class Fp8Cache(Cache):
         made = DynamicCache(config=config) if max_cache_len is None else StaticCache(config, max_cache_len)
         super().__init__(layers=made.layers)
         store_fp8(self, scales_of(model) if scales is None else scales)
+
+    @staticmethod
+    def calibrate(model: Any, batches: Iterable[Any]) -> Scales:
+        """Static scales, amax / 448 of keys and of values over some batches (tensors, tuples or dicts of arguments)."""
+        return cache_scales(model, batches)
 
 
 class Fp8Layer:
@@ -98,7 +105,9 @@ def fp8_layer(kind: type) -> type:
     # Caches that store more than keys and values, or compress them, have updates of their own.
     if issubclass(kind, Fp8Layer) or not issubclass(kind, PLAIN) or _own_update(kind):
         return kind
-    return type(f"Fp8{kind.__name__}", (Fp8Layer, kind), {"__module__": __name__, "__reduce__": _reduce, "_layer_type": None})
+    return type(
+        f"Fp8{kind.__name__}", (Fp8Layer, kind), {"__module__": __name__, "__reduce__": _reduce, "_layer_type": None}
+    )
 
 
 def _own_update(kind: type) -> bool:
@@ -118,5 +127,5 @@ def _rebuilt(kind: type) -> Any:
 
 def scales_of(model: Any) -> Scales | None:
     """The static scales that a model was packed, or loaded, with."""
-    found: Scales | None = getattr(model, "_fp8_cache_scales", None)
+    found: Scales | None = getattr(model, SCALES, None)
     return found

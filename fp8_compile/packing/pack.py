@@ -15,6 +15,7 @@ from .formats import FORMATS, Settings
 from .linear_layers import unwrapped
 from .pack_report import PackReport, PackRow
 from .packer import Packer
+from .use_fp8_cache import batches_for, cache_scales, check_kind, use_fp8_cache
 
 log = logging.getLogger("fp8_compile")
 
@@ -31,6 +32,7 @@ def pack(
     block_size: int = 16,
     sequential: bool | None = None,
     progress: bool = True,
+    kv_cache: str | None = None,
     **options: Any,
 ) -> PackReport:
     """Replace the weights of linear layers and experts by packed ones, in place; the report says what became of each.
@@ -45,8 +47,13 @@ def pack(
     ``sequential``: layers are packed in the order in which they run, each by what its inputs are now that the layers
     before it are packed. That needs the calibration's batches a second time: it is the default where they are a list.
     It costs one run of the batches, as far as the layer, for every group of layers that share an input.
+
+    ``kv_cache="fp8"``: the caches that ``generate`` makes store keys and values in E4M3, each token of each head by a
+    scale of its own, or with "fp8_static" by one per head, from the calibration's batches (``Fp8Cache``).
     """
     root = unwrapped(model)
+    check_kind(kv_cache, root)
+    batches = batches_for(kv_cache, calibration)
     calibrated = calibration is not None
     settings = settings_of(format, method, activations, calibrated, block_size, options)
     chosen, stacks, skipped = choose_weights(root, include, exclude)
@@ -66,6 +73,8 @@ def pack(
 
             let_it_save(root)
     adopt(root)
+    if kv_cache is not None:
+        use_fp8_cache(root, cache_scales(root, batches) if batches else None)
     report = PackReport(tuple([*packer.rows, *skipped]))
     log.info("%s", report.summary())
     return report
@@ -85,9 +94,7 @@ def settings_of(
     chosen = FORMATS[format]
     if activations not in chosen.activations:
         expected = ", ".join(map(repr, chosen.activations))
-        raise ValueError(
-            f"activations={activations!r} is unknown to format={format!r}; expected one of: {expected}"
-        )
+        raise ValueError(f"activations={activations!r} is unknown to format={format!r}; expected one of: {expected}")
     chosen.check(method, options, activations, calibrated)
     return Settings(chosen, chosen.method(method, calibrated), activations, block_size, options)
 

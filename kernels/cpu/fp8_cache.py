@@ -40,8 +40,8 @@ def attention(
     scale: float,
     is_causal: bool,
 ) -> Tensor:
-    """query [B, H, Q, D] fp32, bf16 or fp16, keys and values uint8 [B, G, S, D + 4], or [B, G, S, D] with scales fp32 [G],
-    mask bool or a float that goes with [B, H, Q, S] -> [B, H, Q, D] in query's dtype."""
+    """query [B, H, Q, D] fp32, bf16 or fp16, keys and values uint8 [B, G, S, D + 4], or [B, G, S, D] with scales fp32
+    [G], mask bool or a float that goes with [B, H, Q, S] -> [B, H, Q, D] in query's dtype."""
     check("fp8_attention", "query", query, FLOATS, (ANY, ANY, ANY, ANY))
     batch, heads, queries, width = query.shape
     behind = fp8_cache.SCALE_BYTES if key_scales is None else 0
@@ -50,7 +50,8 @@ def attention(
     check("fp8_attention", "values", values, (torch.uint8,), (batch, groups, length, ANY))
     if groups == 0 or heads % groups:
         raise RuntimeError(
-            f"fp8_compile::fp8_attention: keys: expected as many groups as divide the {heads} heads of query, got {groups}"
+            f"fp8_compile::fp8_attention: keys: expected as many groups as divide the {heads} heads of query, "
+            f"got {groups}"
         )
     for name, scales in (("key_scales", key_scales), ("value_scales", value_scales)):
         if scales is not None:

@@ -38,11 +38,13 @@ class ReadFp8Cache(GraphPass):
 
     Before:  k: bf16[B, G, S, D] = fp8_cache_dequantize(keys, key_scales, bf16)
              v: bf16[B, G, S, D] = fp8_cache_dequantize(values, value_scales, bf16)
-             y: bf16[B, H, Q, D] = _scaled_dot_product_flash_attention_for_cpu(q, repeat(k), repeat(v), attn_mask=mask)[0]
+             y: bf16[B, H, Q, D] = _scaled_dot_product_flash_attention_for_cpu(q, repeat(k), repeat(v),
+                                                                               attn_mask=mask)[0]
     After:   y: bf16[B, H, Q, D] = fp8_attention(q, keys, values, key_scales, value_scales, mask, scale, is_causal)
 
     Skips: more than 16 queries, or a number that is not known, where the dequantized tensors are read often enough to
-    pay; dropout; a logsumexp that something reads; heads that are repeated in another order than neighbours share a key.
+    pay; dropout; a logsumexp that something reads; heads that are repeated in another order, where neighbours do not
+    share a key.
     """
 
     @staticmethod
