@@ -1,14 +1,14 @@
-"""Tokens per second and memory of a Llama of 1.1B parameters with random weights: ours, in NVFP4 with the output head, keys
-and values in FP8, against llama.cpp with the same NVFP4 weights, and with Q4_K.
+"""Tokens per second and memory of a Llama of 1.1B parameters with random weights: ours, in NVFP4 with the output head and
+the cache in FP8, against llama.cpp with the same NVFP4 weights, and with Q4_K.
 
     python benchmarks/serve_cpu.py --models FOLDER                          writes the models on the first run, 6 GB
     python benchmarks/serve_cpu.py --models FOLDER --threads 1 --clock cpu  on a machine that does other work too
 
-Ours is transformers' model with a compiled ``forward`` and a static ``Fp8Cache``; inputs are rounded to int8, as llama.cpp
-rounds them. llama.cpp is the wheel xllamacpp (``llama_cpp_peer.py``); its head is FP16 beside NVFP4 and Q6_K beside Q4_K.
-Each is a process of its own, and they take turns. A figure of decoding is the difference between two numbers of tokens,
-the least of several rounds, so that what happens once per request does not count. ``--clock cpu`` counts the time that a
-process was running, not the time that went by.
+Ours is transformers' model with a compiled ``forward`` and a static ``Fp8Cache``; inputs are rounded to int8, as
+llama.cpp rounds them. llama.cpp is the wheel xllamacpp (``llama_cpp_peer.py``); its head is FP16 beside NVFP4 and Q6_K
+beside Q4_K. Each is a process of its own, and they take turns. A figure of decoding is the difference between two
+numbers of tokens, the least of several rounds, so that what happens once per request does not count. ``--clock cpu``
+counts the time that a process was running, not the time that went by.
 """
 
 from __future__ import annotations
