@@ -13,6 +13,7 @@ _onednn.guard()  # before anything that could multiply matrices
 
 # Operations that an exported program may have: it can be loaded once they are known.
 from .import_hooks import when_imported as _when_imported  # noqa: E402
+from .kernels import fp8_cache as _fp8_cache  # noqa: E402, F401
 from .kernels import fp8_inputs as _fp8_inputs  # noqa: E402, F401
 from .kernels import fp8_weight as _fp8_weight  # noqa: E402, F401
 from .kernels.cpu import scaled_mm as _scaled_mm  # noqa: E402, F401
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from .packing.checkpoints.folder import pack_folder
     from .packing.checkpoints.pretrained import PackConfig
     from .packing.checkpoints.save_and_load import load_checkpoint, save_checkpoint
+    from .packing.fp8_cache import Fp8Cache
     from .packing.pack import pack
     from .packing.pack_report import PackReport
     from .packing.packed_linear import PackedLinear
@@ -57,6 +59,7 @@ __all__ = [
     "Backend",
     "Calibration",
     "Config",
+    "Fp8Cache",
     "LoadedModel",
     "LossScaler",
     "MasterWeights",
@@ -90,6 +93,7 @@ _HOMES = {
     "Backend": "backend.entry_point",
     "Calibration": "packing.calibration",
     "Config": "config",
+    "Fp8Cache": "packing.fp8_cache",
     "LoadedModel": "aot_package.load",
     "LossScaler": "training.loss_scaler",
     "MasterWeights": "training.master_weights",

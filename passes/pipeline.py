@@ -34,6 +34,7 @@ from .joint.note_grids import NoteGrids
 from .joint.pair_mx import PairMx
 from .joint.pair_nvfp4 import PairNvfp4
 from .joint.pair_quantizes import PairQuantizes
+from .joint.read_fp8_cache import ReadFp8Cache
 from .joint.record_amaxes import RecordAmaxes
 from .joint.rewrite_matmuls import RewriteMatmuls
 from .joint.scale_loss import ScaleLoss
@@ -171,6 +172,7 @@ class JointPipeline(Pipeline):
         # fmt: off
         steps: list[Step] = [
             (self.packed,                                     self.packed.applies),   # packed weights are in the graph
+            (ReadFp8Cache() if on_cpu else None,              ReadFp8Cache.applies),   # a cache in FP8 is
             (UnscaleNonlinear(),                              scale_loss is not None),
             (record,                                          not rewrites),
             (self.rewrite,                                    rewrites),

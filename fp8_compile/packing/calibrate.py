@@ -73,7 +73,7 @@ def run_batch(
 
         return before
 
-    with _evaluating(root), torch.no_grad(), contextlib.ExitStack() as hooks:
+    with evaluating(root), torch.no_grad(), contextlib.ExitStack() as hooks:
         for name, module in layers.items():
             handle = module.register_forward_pre_hook(hook(name), with_kwargs=True)
             hooks.callback(handle.remove)
@@ -102,9 +102,7 @@ def _call(model: nn.Module, batch: Any) -> Any:
     )
 
 
-def _chosen(
-    root: nn.Module, layers: Sequence[str] | None
-) -> tuple[dict[str, nn.Module], dict[str, ExpertStack]]:
+def _chosen(root: nn.Module, layers: Sequence[str] | None) -> tuple[dict[str, nn.Module], dict[str, ExpertStack]]:
     found = {**linear_layers(root), **{n: m for n, m in root.named_modules() if isinstance(m, PackedLinear)}}
     stacks = expert_stacks(root)
     if layers is None:
@@ -116,7 +114,7 @@ def _chosen(
 
 
 @contextlib.contextmanager
-def _evaluating(root: nn.Module) -> Iterator[None]:
+def evaluating(root: nn.Module) -> Iterator[None]:
     """Eval mode for the length of a block; every module gets its own mode back."""
     modes = [(module, module.training) for module in root.modules()]
     root.eval()

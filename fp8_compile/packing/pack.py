@@ -16,6 +16,7 @@ from .linear_layers import unwrapped
 from .pack_as_trained import check_arguments, pack_as_trained
 from .pack_report import PackReport, PackRow
 from .packer import Packer
+from .use_fp8_cache import batches_for, cache_scales, check_kind, use_fp8_cache
 
 log = logging.getLogger("fp8_compile")
 
@@ -33,6 +34,7 @@ def pack(
     sequential: bool | None = None,
     progress: bool = True,
     scales: str | nn.Module | None = None,
+    kv_cache: str | None = None,
     **options: Any,
 ) -> PackReport:
     """Replace the weights of linear layers and experts by packed ones, in place; the report says what became of each.
@@ -52,12 +54,17 @@ def pack(
     ``scales="training"``: one grid from training to serving. Weights get the codes and scales that a training forward
     of ``backend="fp8"`` has for them, inputs are rounded as there, and the recipe says which format that is; what
     training left in high precision stays. For a copy of the model, ``scales`` is the model that was trained.
+
+    ``kv_cache="fp8"``: the caches that ``generate`` makes store keys and values in E4M3, each token of each head by a
+    scale of its own, or with "fp8_static" by one per head, from the calibration's batches (``Fp8Cache``).
     """
     root = unwrapped(model)
+    check_kind(kv_cache, root)
+    batches = batches_for(kv_cache, calibration)
     if scales is not None:
         given = {"method": method, "calibration": calibration, "activations": activations, "sequential": sequential}
         check_arguments({**{name: one for name, one in given.items() if one is not None}, **options})
-        return _finished(root, pack_as_trained(root, scales, format, include, exclude, progress))
+        return _finished(root, pack_as_trained(root, scales, format, include, exclude, progress), kv_cache)
     format = format or "nvfp4"
     calibrated = calibration is not None
     settings = settings_of(format, method, activations, calibrated, block_size, options)
@@ -72,16 +79,20 @@ def pack(
         packer.pack_calibrated(calibration, sequential, progress)
     else:
         packer.pack_all(calibration, progress)
-    return _finished(root, [*packer.rows, *skipped])
+    return _finished(root, [*packer.rows, *skipped], kv_cache, batches)
 
 
-def _finished(root: nn.Module, rows: list[PackRow]) -> PackReport:
+def _finished(
+    root: nn.Module, rows: list[PackRow], kv_cache: str | None, batches: Sequence[Any] = ()
+) -> PackReport:
     if hasattr(root, "save_pretrained") and hasattr(root, "base_model_prefix"):  # a model of transformers
         with contextlib.suppress(ImportError):  # of a release without quantizers of other packages
             from .checkpoints.pretrained import let_it_save
 
             let_it_save(root)
     adopt(root)
+    if kv_cache is not None:
+        use_fp8_cache(root, cache_scales(root, batches) if batches else None)
     report = PackReport(tuple(rows))
     log.info("%s", report.summary())
     return report
@@ -101,9 +112,7 @@ def settings_of(
     chosen = FORMATS[format]
     if activations not in chosen.activations:
         expected = ", ".join(map(repr, chosen.activations))
-        raise ValueError(
-            f"activations={activations!r} is unknown to format={format!r}; expected one of: {expected}"
-        )
+        raise ValueError(f"activations={activations!r} is unknown to format={format!r}; expected one of: {expected}")
     chosen.check(method, options, activations, calibrated)
     return Settings(chosen, chosen.method(method, calibrated), activations, block_size, options)
 

@@ -12,6 +12,7 @@ from tqdm import tqdm
 from .calibrate import run_batch
 from .calibration import Calibration
 from .expert_stacks import ExpertStack
+from .finished_blocks import FinishedBlocks
 from .formats import Settings
 from .input_scales import check_seen
 from .linear_layers import weight_of
@@ -65,14 +66,17 @@ class Packer:
         again = calibration.batches if sequential or sequential is None else None
         groups = self._groups(calibration)
         check_seen(self.layers, calibration)
+        finished = FinishedBlocks(self.root, self.weights)
         for number, group in enumerate(tqdm(groups, desc=f"pack {self.settings.method}", disable=not progress)):
             statistics = calibration
             if number and again is not None:
                 statistics = Calibration()
                 layers = {name: self.layers[name] for name in group if name in self.layers}
                 stacks = {name: self.stacks[name] for name in group if name in self.stacks}
-                for batch in again:
-                    run_batch(self.root, batch, statistics, layers, stacks, stop=True)
+                for index, batch in enumerate(again):
+                    with finished.remembering(index):
+                        run_batch(self.root, batch, statistics, layers, stacks, stop=True)
+            finished.packed(group)
             if group[0] in self.stacks:
                 # Packed layers before an expert may send it other tokens, or none.
                 self.pack(group[0], Hessians(statistics, calibration))

@@ -13,7 +13,7 @@ import pathlib
 
 import torch
 
-from fp8_compile.kernels import experts, fp8_weight, mxfp8
+from fp8_compile.kernels import experts, fp8_cache, fp8_weight, mxfp8
 from fp8_compile.kernels.fp8_inputs import quantize_inputs_op
 from fp8_compile.kernels.nvfp4.ops import mm_op
 from fp8_compile.torch_internals.inductor import cpp_compiler
@@ -62,6 +62,17 @@ SHIMS = {
     quantize_mm_op: [
         "AOTITorchError aoti_torch_cpu_quantize_mm(AtenTensorHandle, AtenTensorHandle*, AtenTensorHandle,"
         " AtenTensorHandle*, AtenTensorHandle*, int32_t, int32_t, AtenTensorHandle*)"
+    ],
+    fp8_cache.quantize_op: [
+        "AOTITorchError aoti_torch_cpu_fp8_cache_quantize(AtenTensorHandle, AtenTensorHandle*, AtenTensorHandle*)"
+    ],
+    fp8_cache.dequantize_op: [
+        "AOTITorchError aoti_torch_cpu_fp8_cache_dequantize(AtenTensorHandle, AtenTensorHandle*, int32_t,"
+        " AtenTensorHandle*)"
+    ],
+    fp8_cache.attention_op: [
+        "AOTITorchError aoti_torch_cpu_fp8_attention(AtenTensorHandle, AtenTensorHandle, AtenTensorHandle,"
+        " AtenTensorHandle*, AtenTensorHandle*, AtenTensorHandle*, double, int32_t, AtenTensorHandle*)"
     ],
 }
 SHIM_SOURCES = {source: INCLUDE for source in (*OPERATIONS, "aoti_shims.cpp")}

@@ -114,4 +114,22 @@ __attribute__((visibility("default"))) AOTITorchError aoti_torch_cpu_quantize_mm
   });
 }
 
+__attribute__((visibility("default"))) AOTITorchError aoti_torch_cpu_fp8_cache_quantize(
+    AtenTensorHandle x, AtenTensorHandle* scales, AtenTensorHandle* result) {
+  return without_exceptions([&] { *result = fp8::cache_quantize(Tensor(x), optional(scales)).give(); });
+}
+
+__attribute__((visibility("default"))) AOTITorchError aoti_torch_cpu_fp8_cache_dequantize(
+    AtenTensorHandle rows, AtenTensorHandle* scales, int32_t dtype, AtenTensorHandle* result) {
+  return without_exceptions([&] { *result = fp8::cache_dequantize(Tensor(rows), optional(scales), dtype).give(); });
+}
+
+__attribute__((visibility("default"))) AOTITorchError aoti_torch_cpu_fp8_attention(
+    AtenTensorHandle query, AtenTensorHandle keys, AtenTensorHandle values, AtenTensorHandle* key_scales,
+    AtenTensorHandle* value_scales, AtenTensorHandle* mask, double scale, int32_t is_causal, AtenTensorHandle* result) {
+  return without_exceptions([&] {
+    *result = fp8::attention(Tensor(query), Tensor(keys), Tensor(values), optional(key_scales), optional(value_scales), optional(mask), scale, is_causal != 0).give();
+  });
+}
+
 }  // extern "C"

@@ -16,6 +16,7 @@ namespace fp8 {
 constexpr int64_t CAST_LEAST_PARALLEL = 1 << 17;        // elements; one thread quantizes as many in some 0.2 ms
 constexpr int64_t GEMM_LEAST_PARALLEL = 1 << 20;        // multiplications; one thread does as many in some 10 us
 constexpr int64_t FP8_WEIGHT_LEAST_PARALLEL = 1 << 17;  // multiplications; not tuned
+constexpr int64_t ATTENTION_LEAST_PARALLEL = 1 << 17;   // multiplications; not tuned
 constexpr int64_t NVFP4_LEAST_PARALLEL = 1 << 16;       // multiplications per thread
 
 }  // namespace fp8
@@ -110,6 +111,20 @@ int nvfp4_experts_grad_input(const void* grad, int64_t m, int64_t n, int64_t str
 int fp8_experts_grad_input(const void* grad, int64_t m, int64_t n, int64_t stride, int dtype, const uint8_t* codes,
                            const float* scales, int64_t experts, int64_t k, const int64_t* which, int in_groups, void* out,
                            int threads);
+
+// fp8_attention.cpp: kernels/fp8_cache.py has the formula. Strides are those of all dimensions but the last, which is
+// contiguous; of a mask, of all four. mask_kind: 0 for none, 1 for bool, 2 + dtype for what is added.
+void fp8_attention(int64_t batch, int64_t groups, int64_t repeats, int64_t queries, int64_t length, int64_t width,
+                   int64_t value_width, const void* query, const int64_t* query_strides, int dtype, const uint8_t* keys,
+                   const int64_t* key_strides, const float* key_scales, const uint8_t* values,
+                   const int64_t* value_strides, const float* value_scales, const void* mask, int mask_kind,
+                   const int64_t* mask_strides, float scale, int causal, void* out, int threads);
+
+// fp8_cache.cpp. Strides as above; what is made is contiguous.
+void fp8_cache_quantize(int64_t batch, int64_t groups, int64_t length, int64_t width, const void* x, int dtype,
+                        const int64_t* strides, const float* scales, uint8_t* rows, int threads);
+void fp8_cache_dequantize(int64_t batch, int64_t groups, int64_t length, int64_t width, const uint8_t* rows,
+                          const int64_t* strides, const float* scales, void* x, int dtype, int threads);
 
 // nvfp4_paths.cpp and nvfp4_codes.cpp, a library of their own
 void nvfp4_scale_paths(const float* weights, const uint8_t* kept_zero, const float* factor, int64_t rows, int64_t columns,

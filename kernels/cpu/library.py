@@ -41,6 +41,8 @@ SOURCES = {
     "nvfp4.cpp": ("-ffp-contract=off",),
     "nvfp4_prefill.cpp": ("-ffp-contract=fast",),
     "experts.cpp": (),
+    "fp8_attention.cpp": ("-ffp-contract=fast",),
+    "fp8_cache.cpp": ("-ffp-contract=off",),
 }
 
 

@@ -20,7 +20,8 @@ namespace fp8 {
   EACH(fp8_scaled_mm) EACH(fp8_scaled_grouped_mm) EACH(fp8_scales) EACH(fp8_quantize) EACH(fp8_inputs)            \
   EACH(fp8_delayed) EACH(fp8_update_scales) EACH(fp8_weight_mm) EACH(nvfp4_matmul) EACH(nvfp4_experts) EACH(fp8_experts) \
   EACH(fp8_mx_mm) EACH(fp8_mx_quantize) EACH(fp8_nvfp4_train_mm) EACH(fp8_nvfp4_quantize)                           \
-  EACH(fp8_weight_grad_input) EACH(nvfp4_grad_input) EACH(nvfp4_experts_grad_input) EACH(fp8_experts_grad_input)
+  EACH(fp8_weight_grad_input) EACH(nvfp4_grad_input) EACH(nvfp4_experts_grad_input) EACH(fp8_experts_grad_input) \
+  EACH(fp8_attention) EACH(fp8_cache_quantize) EACH(fp8_cache_dequantize)
 struct Kernels {
 #define FP8_MEMBER(name) decltype(&::name) name;
   FP8_KERNELS(FP8_MEMBER)
@@ -70,5 +71,9 @@ Owned nvfp4_experts_mm_grad(const Tensor& grad, const Tensor& codes, const Tenso
                             const Tensor& which, const std::string& rows, int64_t columns, const std::string& layout);
 Owned fp8_experts_mm_grad(const Tensor& grad, const Tensor& codes, const Tensor& scales, const Tensor& which,
                           const std::string& rows);
+Owned cache_quantize(const Tensor& x, const Optional& scales);
+Owned cache_dequantize(const Tensor& rows, const Optional& scales, int32_t dtype);
+Owned attention(const Tensor& query, const Tensor& keys, const Tensor& values, const Optional& key_scales,
+                const Optional& value_scales, const Optional& mask, double scale, bool is_causal);
 
 }  // namespace fp8

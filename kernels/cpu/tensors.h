@@ -190,9 +190,9 @@ inline int threads_for(int64_t work, int64_t least) {
 
 constexpr int64_t ANY = -1;  // a size that may be any
 
-// Of up to three dimensions.
+// Of up to four dimensions.
 struct Shape {
-  int64_t dims, sizes[3];
+  int64_t dims, sizes[4];
   Shape(std::initializer_list<int64_t> given) : dims(int64_t(given.size())) { std::copy(given.begin(), given.end(), sizes); }
   bool fits(const Tensor& tensor) const {
     if (tensor.dims != dims) return false;

@@ -184,6 +184,8 @@ constexpr char QUANTIZE_INPUTS[] = "fp8_compile::quantize_inputs_formula", FP8_M
 constexpr char FP8_MM_GRAD[] = "fp8_compile::fp8_mm_grad_formula", NVFP4_MM_GRAD[] = "fp8_compile::nvfp4_mm_grad_formula",
                NVFP4_EXPERTS_MM_GRAD[] = "fp8_compile::nvfp4_experts_mm_grad_formula",
                FP8_EXPERTS_MM_GRAD[] = "fp8_compile::fp8_experts_mm_grad_formula";
+constexpr char CACHE_QUANTIZE[] = "fp8_compile::fp8_cache_quantize_formula", CACHE_DEQUANTIZE[] = "fp8_compile::fp8_cache_dequantize_formula";
+constexpr char FP8_ATTENTION[] = "fp8_compile::fp8_attention_formula";
 
 struct Implementation {
   const char* name;
@@ -213,6 +215,9 @@ const Implementation IMPLEMENTATIONS[] = {
     {"fp8_mm_grad", Boxed<&fp8_mm_grad, FP8_MM_GRAD>::function},
     {"nvfp4_mm_grad", Boxed<&nvfp4_mm_grad, NVFP4_MM_GRAD>::function},
     {"nvfp4_experts_mm_grad", Boxed<&nvfp4_experts_mm_grad, NVFP4_EXPERTS_MM_GRAD>::function},
+    {"fp8_cache_quantize", Boxed<&cache_quantize, CACHE_QUANTIZE>::function},
+    {"fp8_cache_dequantize", Boxed<&cache_dequantize, CACHE_DEQUANTIZE>::function},
+    {"fp8_attention", Boxed<&attention, FP8_ATTENTION>::function},
     {"fp8_experts_mm_grad", Boxed<&fp8_experts_mm_grad, FP8_EXPERTS_MM_GRAD>::function},
 };
 

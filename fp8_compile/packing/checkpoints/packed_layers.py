@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, Collection, Mapping, NamedTuple
+from typing import Any, Collection, Mapping, NamedTuple, Sequence
 
 from torch import Tensor
 
@@ -42,13 +42,20 @@ def packed_layers(names: Mapping[str, Any]) -> dict[str, Stored]:
     return found
 
 
-def without_cache_scales(tensors: Mapping[str, Tensor], own: Collection[str]) -> dict[str, Tensor]:
-    """The tensors of a checkpoint without the scales of a key-value cache, which we don't use; a log line counts them.
-    ``own`` are the model's tensors, which are not taken for such scales."""
+def without_cache_scales(tensors: Mapping[str, Tensor], own: Collection[str], used: bool = False) -> dict[str, Tensor]:
+    """The tensors of a checkpoint without the scales of a key-value cache; a log line counts them unless they are
+    ``used``. ``own`` are the model's tensors, which are not taken for such scales."""
     scales = [name for name in tensors if name.rpartition(".")[2] in OF_CACHE and name not in own]
-    if scales:
-        log.info("%s and %d other scales of an FP8 key-value cache are not used", scales[0], len(scales) - 1)
+    if scales and not used:
+        say_unused(scales)
     return {name: tensor for name, tensor in tensors.items() if name not in set(scales)}
+
+
+def say_unused(scales: Sequence[str]) -> None:
+    log.info(
+        "%s and %d other scales of an FP8 key-value cache are not used; kv_cache='fp8_static' uses them",
+        *(scales[0], len(scales) - 1),
+    )
 
 
 def read_layers(found: Mapping[str, Stored], tensors: Mapping[str, Tensor]) -> dict[str, Any]:

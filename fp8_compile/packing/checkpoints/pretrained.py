@@ -24,14 +24,16 @@ from fp8_compile.packing.formats import Settings
 from fp8_compile.packing.linear_layers import ON_META, fused_groups
 from fp8_compile.packing.pack import settings_of
 from fp8_compile.packing.packer import Packer
+from fp8_compile.packing.use_fp8_cache import KINDS as CACHES
+from fp8_compile.packing.use_fp8_cache import use_fp8_cache
 from fp8_compile.torch_internals.transformers import mark_initialized, pass_over, use_all_conversions
 
 from .experts import ExpertNames
 from .files import open_tensors
 from .mxfp4 import PARTS as MXFP4_PARTS
-from .packed_layers import OF_CACHE, packed_layers
+from .packed_layers import OF_CACHE, packed_layers, say_unused
 from .safetensors_writer import DTYPES
-from .save_and_load import place_packed, stored_as
+from .save_and_load import place_packed, stored_as, wanted_cache
 
 METHOD = "fp8_compile"
 TORCH = {name: dtype for dtype, name in DTYPES.items()}
@@ -40,7 +42,8 @@ TORCH = {name: dtype for dtype, name in DTYPES.items()}
 @register_quantization_config(METHOD)
 class PackConfig(QuantizationConfigMixin):
     """What ``from_pretrained`` is to pack, and how: the arguments of ``fp8_compile.pack``. Of a folder that is packed
-    already only ``activations`` counts. ``layout`` is how ``save_pretrained`` stores it."""
+    already only ``activations`` and ``kv_cache`` count, which are ``load_checkpoint``'s. ``layout`` is how
+    ``save_pretrained`` stores it."""
 
     def __init__(
         self,
@@ -50,16 +53,20 @@ class PackConfig(QuantizationConfigMixin):
         activations: str | None = None,
         include: Sequence[str] = ("*",),
         layout: str = "compressed-tensors",
+        kv_cache: str | None = None,
         **_: Any,
     ) -> None:
         self.quant_method = METHOD  # type: ignore[assignment]  # theirs is a list of their own methods
         self.format, self.method, self.activations = format, method, activations
         self.exclude, self.include, self.layout = tuple(exclude), tuple(include), layout
+        if kv_cache not in CACHES:
+            raise ValueError(f"kv_cache={kv_cache!r} is unknown; expected one of: {', '.join(map(repr, CACHES))}")
+        self.kv_cache = kv_cache
         self.stored: dict[str, Any] | None = None  # what the folder's config.json says, once the model is saved
         settings_of(format, method, activations, False, 16, {})
 
     def to_dict(self) -> dict[str, Any]:
-        names = ("quant_method", "format", "method", "activations", "exclude", "include", "layout")
+        names = ("quant_method", "format", "method", "activations", "exclude", "include", "layout", "kv_cache")
         return self.stored or {name: getattr(self, name) for name in names}
 
     def to_diff_dict(self) -> dict[str, Any]:
@@ -76,6 +83,7 @@ class PackQuantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         self.files: list[pathlib.Path] = []
         self.packed: list[str] = []  # tensors of the checkpoint that are parts of packed weights
+        self.cache: list[str] = []  # scales of an FP8 key-value cache
         self.removed: dict[str, nn.Parameter] = {}  # parameters on the meta device that packed weights stand for
         self.groups: dict[str, tuple[str, ...]] = {}  # weights that are packed while loading, by name, with their group
         self.waiting: dict[str, Tensor] = {}  # weights that are there, but not all of their group
@@ -97,7 +105,7 @@ class PackQuantizer(HfQuantizer):
         used = {tensor for layer, stored in found.items() for tensor in stored.tensor_names(layer)}
         mixtures = {f"{stack}_{part}": stack for stack in names.stacks for part in MXFP4_PARTS}
         self.packed = [name for name in described if name in used or name in mixtures]
-        cache = [name for name in described if name.rpartition(".")[2] in OF_CACHE]
+        self.cache = cache = [name for name in described if name.rpartition(".")[2] in OF_CACHE]
         parameters = dict(model.named_parameters(remove_duplicate=False))
         for name in self.packed:
             layer = name.rpartition(".")[0]
@@ -170,6 +178,13 @@ class PackQuantizer(HfQuantizer):
             folder = self.files[0].parent
             place_packed(model, tensors, where, folder, self.quantization_config.activations, _device(model))
             self.removed.clear()
+        kv_cache = self.quantization_config.kv_cache
+        if kv_cache is not None:
+            scales, _ = _read(self.files, set(self.cache))
+            cache = wanted_cache(kv_cache, model, scales, self.files[0].parent)
+            use_fp8_cache(model, cache)
+        elif self.cache:
+            say_unused(self.cache)
         return model
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -22,6 +22,7 @@ from fp8_compile.packing.linear_layers import unwrapped, weight_of
 from fp8_compile.packing.packed_experts import PackedStack, replace_stack
 from fp8_compile.packing.packed_linear import PackedLinear
 from fp8_compile.packing.packed_weight import Matrix, PackedWeight
+from fp8_compile.packing.use_fp8_cache import Scales, check_kind, stored_scales, use_fp8_cache
 from fp8_compile.whole_files import write_json
 
 from .complete_folder import check_tokenizer, own_config, write_other_files
@@ -103,7 +104,12 @@ def stored_as(root: nn.Module, layout: str, calibration: Calibration | None = No
 
 
 def load_checkpoint(
-    model: nn.Module, folder: str | os.PathLike[str], *, activations: str | None = None, strict: bool = True
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    activations: str | None = None,
+    strict: bool = True,
+    kv_cache: str | None = None,
 ) -> nn.Module:
     """Load a packed checkpoint, ours or another tool's, into a model of the same architecture, in place: NVFP4, FP8 by
     rows, by blocks or by matrices, MXFP4 experts (as NVFP4), or several of these.
@@ -111,10 +117,14 @@ def load_checkpoint(
     Layers that are packed in the checkpoint become packed layers; all other tensors are loaded as they are.
     ``activations`` are ``pack``'s: "fp8" takes the static scales of the checkpoint where it has some. In a checkpoint
     of several formats they are for the layers whose format knows them; the others keep their inputs exact.
+
+    ``kv_cache``: "fp8_static" takes the checkpoint's ``k_scale`` and ``v_scale`` for the caches that ``generate``
+    makes, "fp8" scales each token of each head by itself; without it caches are exact.
     """
     root, folder = unwrapped(model), pathlib.Path(folder)
     tensors, where = read_with_files(folder)
-    tensors = without_cache_scales(tensors, root.state_dict())
+    cache = wanted_cache(kv_cache, root, tensors, folder)
+    tensors = without_cache_scales(tensors, root.state_dict(), used=kv_cache == "fp8_static")
     rest, filled = place_packed(root, tensors, where, folder, activations)
     missing, unexpected = _load_others(root, rest, folder)
     everywhere = root.named_modules(remove_duplicate=False)
@@ -122,7 +132,25 @@ def load_checkpoint(
     missing = [name for name in missing if not _is_packed(name, inside) and not _is_tied(root, name, rest)]
     if strict and (missing or unexpected):
         raise ValueError(f"{folder}: tensors missing: {missing or 'none'}; not of this model: {unexpected or 'none'}")
+    if cache is not None:
+        use_fp8_cache(root, cache)
     return model
+
+
+def wanted_cache(
+    kv_cache: str | None, root: nn.Module, tensors: Mapping[str, Tensor], folder: pathlib.Path
+) -> Scales | None:
+    """The static scales that a checkpoint's cache is to have, none for scales of each token; None for exact caches."""
+    check_kind(kv_cache, root)
+    if kv_cache != "fp8_static":
+        return None if kv_cache is None else {}
+    found = stored_scales(root, tensors)
+    if not found:
+        raise ValueError(
+            f"{folder}: kv_cache='fp8_static' takes k_scale and v_scale from the checkpoint, and it has none; expected "
+            "kv_cache='fp8', which scales each token by itself"
+        )
+    return found
 
 
 def place_packed(

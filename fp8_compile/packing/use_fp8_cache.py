@@ -1,0 +1,133 @@
+"""Let a model of transformers store its keys and values in FP8 whenever it generates, and find static scales for it."""
+
+from __future__ import annotations
+
+from typing import Any, Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from fp8_compile.kernels.formats import E4M3
+
+from .calibrate import evaluating
+from .calibration import Calibration
+
+# What ``pack`` takes: a scale for each token of each head, or one for each head, from the calibration's batches.
+KINDS = (None, "fp8", "fp8_static")
+SCALES = "_fp8_cache_scales"
+Scales = dict[int, tuple[Tensor, Tensor]]
+
+
+def check_kind(kv_cache: str | None, root: nn.Module) -> None:
+    """Raise a ValueError unless a model can have such a cache."""
+    if kv_cache not in KINDS:
+        raise ValueError(f"kv_cache={kv_cache!r} is unknown; expected one of: {', '.join(map(repr, KINDS))}")
+    if kv_cache is not None and not (hasattr(root, "generate") and hasattr(root, "_prepare_cache_for_generation")):
+        raise ValueError(
+            f"kv_cache={kv_cache!r} is for models of transformers that generate text, got {type(root).__name__}; leave "
+            "kv_cache out"
+        )
+
+
+def batches_for(kv_cache: str | None, calibration: Calibration | None) -> Sequence[Any]:
+    """The batches that static scales come from; a ValueError where there are none to be had."""
+    if kv_cache != "fp8_static":
+        return ()
+    if calibration is None or not calibration.batches:
+        raise ValueError(
+            "kv_cache='fp8_static' takes its scales from the calibration's batches and has none; expected "
+            "calibration=fp8_compile.calibrate(model, batches) with a list of batches, or kv_cache='fp8'"
+        )
+    return calibration.batches
+
+
+def use_fp8_cache(root: nn.Module, scales: Mapping[int, tuple[Tensor, Tensor]] | None = None) -> None:
+    """From now on ``generate`` makes FP8 caches, and ``Fp8Cache(model)`` has these scales."""
+    setattr(root, SCALES, dict(scales or {}))
+    root._prepare_cache_for_generation = _PrepareCache(root)  # type: ignore[assignment]
+
+
+class _PrepareCache:
+    """In the place of the method by which ``generate`` makes a cache. A user's own cache stays what it is."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __call__(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        own = {id(value) for value in model_kwargs.values()}
+        made = type(self.model)._prepare_cache_for_generation(  # type: ignore[operator]
+            self.model, generation_config, model_kwargs, *args, **kwargs
+        )
+        cache = model_kwargs.get("past_key_values")
+        if cache is not None and id(cache) not in own:
+            from .fp8_cache import store_fp8
+
+            store_fp8(getattr(cache, "self_attention_cache", cache), getattr(self.model, SCALES, None))
+        return made
+
+
+def cache_scales(model: nn.Module, batches: Iterable[Any]) -> Scales:
+    """Static scales, amax / 448 of keys and of values over some batches, by layer and head."""
+    from transformers import DynamicCache
+
+    largest: dict[int, list[Tensor]] = {}
+
+    class Recorder(DynamicCache):
+        def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+            found = [one.detach().to(torch.float32).abs().amax((0, 2, 3)) for one in (key_states, value_states)]
+            before = largest.get(layer_idx, found)
+            largest[layer_idx] = [torch.maximum(old, new) for old, new in zip(before, found)]
+            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    with evaluating(model), torch.no_grad():
+        for batch in batches:
+            given = {"past_key_values": Recorder(config=model.config), "use_cache": True}
+            if isinstance(batch, Mapping):
+                model(**{**{key: value for key, value in batch.items() if key != "labels"}, **given})
+            else:
+                model(*(batch if isinstance(batch, (tuple, list)) else (batch,)), **given)
+    if not largest:
+        raise ValueError(
+            f"{type(model).__name__} stored no keys and values; expected a model that takes past_key_values"
+        )
+    return {layer: (_scale(keys), _scale(values)) for layer, (keys, values) in largest.items()}
+
+
+def _scale(amax: Tensor) -> Tensor:
+    if not amax.isfinite().all():
+        raise ValueError("keys or values of the calibration are Inf or NaN, expected finite ones; see its batches")
+    return torch.where(amax == 0, 1.0, amax / E4M3.max)
+
+
+def stored_scales(model: nn.Module, tensors: Mapping[str, Tensor]) -> Scales:
+    """Those of a checkpoint: ``k_scale`` and ``v_scale`` of an attention module or of its projections, one number or
+    one for each head; an empty dict where it has none."""
+    found: dict[int, dict[str, Tensor]] = {}
+    groups = getattr(getattr(model, "config", None), "num_key_value_heads", None)
+    for name, tensor in tensors.items():
+        module, _, part = name.rpartition(".")
+        if part not in ("k_scale", "v_scale"):
+            continue
+        layer = _layer_index(model, module)
+        if layer is None:
+            continue
+        scale = tensor.to(torch.float32).flatten()
+        if not (scale.isfinite() & (scale > 0)).all() or len(scale) not in (1, groups):
+            raise ValueError(
+                f"{name}: expected a positive number, or one for each of {groups} heads, got {scale.tolist()[:8]}"
+            )
+        found.setdefault(layer, {})[part] = scale.expand(groups or len(scale)).clone()
+    return {layer: (one["k_scale"], one["v_scale"]) for layer, one in found.items() if len(one) == 2}
+
+
+def _layer_index(model: nn.Module, name: str) -> int | None:
+    """The number of the attention module that a name leads to or into."""
+    while name:
+        try:
+            index = getattr(model.get_submodule(name), "layer_idx", None)
+        except AttributeError:
+            index = None
+        if isinstance(index, int):
+            return index
+        name = name.rpartition(".")[0]
+    return None
