@@ -139,7 +139,7 @@ def _nvfp4_operand(
         enc, dequant = inline(site.graph, _rescaled, enc, dequant, FOUR_OF_SIX, like=site.matmul.node)
     seed = inline(site.graph, _seed, base, like=site.matmul.node) if role in site.rules.stochastic else None
     options = (list(plan.block), transpose, rotated, seed, int(rotated), four_over_six)
-    codes, scales = site.quantize(quantize_nvfp4_op, base, enc, *options, is_left=is_left)
+    codes, scales = site.quantize(quantize_nvfp4_op, base, enc, *options, is_left=is_left, mark=site.mark(is_left))
     contraction = value(node).shape[1 if is_left else 0]
     undo = (codes, scales, dequant, list(plan.block), contraction)
     site.note(is_left, dequantize_nvfp4_operand_op, *undo, flipped=not is_left)
