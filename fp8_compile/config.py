@@ -28,7 +28,7 @@ BACKWARD_FORMATS = {
 KEEP_LAST = {"nvfp4": 0.15}  # of equal blocks
 ONE_FORMAT = {"mxfp8": "e4m3", "nvfp4": "e2m1"}
 GLOBAL_SCALES = ("delayed", "exact")
-# Fields that only delayed scaling and the training hooks read.
+# Fields that only delayed scaling and the training hooks read; mxfp8 has stats, too.
 DELAYED_ONLY = ("amax_history_len", "margin", "amax_algorithm", "scale_update_interval", "warmup_steps", "stats")
 
 
@@ -96,6 +96,11 @@ class Config:
 
     @property
     def keeps_state(self) -> bool:
+        """True if a model remembers something of its tensors: scales from earlier steps, or what became of blocks."""
+        return self._delays or (self.recipe == "mxfp8" and self.stats)
+
+    @property
+    def _delays(self) -> bool:
         """True if scales come from earlier steps."""
         return self.recipe == "delayed" or (self.recipe == "nvfp4" and self.global_scale == "delayed")
 
@@ -188,8 +193,10 @@ class Config:
             self._check_backward()
         if self.stochastic_rounding and not self.quantize_gradients:
             raise ValueError("stochastic_rounding=True rounds gradients, but quantize_gradients=False keeps them whole")
-        if not self.keeps_state:
+        if not self._delays:
             changed = [name for name in DELAYED_ONLY if getattr(self, name) != _default(name)]
+            if self.recipe == "mxfp8":
+                changed = [name for name in changed if name != "stats"]
             if changed:
                 if self.recipe == "nvfp4":
                     raise ValueError(f"{', '.join(changed)} apply to global_scale='delayed' only, got 'exact'")

@@ -45,6 +45,7 @@ QUANT, DEQUANT = 0, 1
 # the margin, whether the tensor's own amax is to be used, and whether it is steady: weights neither cause nor get room.
 RUNS, ENTERED, SATURATED, CLIPPED, SMALL, OVER, HOLD, MARGIN, LOOK, STEADY = range(10)
 COUNTERS = 7
+STATS_FIELDS = 7
 RUNS_WITH_ROOM = 2
 ABSENT = -1.0
 PERCENTILE = 0.99
@@ -201,7 +202,8 @@ def accumulate(
 
 
 def count(x: Tensor, q: Tensor, quant_scale: Tensor, dequant_scale: Tensor, largest: float) -> Tensor:
-    """[5] fp64: elements, saturated ones, ones flushed to zero, sum of x**2, sum of (x - dequantized)**2.
+    """[7] fp64: elements, saturated ones, ones flushed to zero, sum of x**2, sum of (x - dequantized)**2; no blocks, as
+    ``block_counts.py`` counts them.
 
     Of finite elements; of others there is no error to speak of.
     """
@@ -214,11 +216,11 @@ def count(x: Tensor, q: Tensor, quant_scale: Tensor, dequant_scale: Tensor, larg
     wide = wide.to(torch.float64)
     back = coded.to(torch.float64) * dequant_scale
     sums = [part.sum(dtype=torch.float64) for part in (finite, saturated, flushed, wide * wide, (wide - back) ** 2)]
-    return torch.stack(sums)
+    return torch.stack([*sums, *(sums[0].new_zeros(()) for _ in range(STATS_FIELDS - len(sums)))])
 
 
 def add_counts(stats: Tensor, counted: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
-    """``stats`` [C, 5] with what :func:`count` gave for some rows added."""
+    """``stats`` [C, 7] with what :func:`count` gave for some rows added."""
     by_row: dict[int, Tensor] = {}
     for row, one in zip(rows, counted):
         by_row[row] = by_row[row] + one if row in by_row else one

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from fp8_compile.config import Config
-from fp8_compile.kernels.delayed_scaling import STEADY
+from fp8_compile.kernels.delayed_scaling import STATS_FIELDS, STEADY
 from fp8_compile.passes.graph.roles import Role
 from fp8_compile.passes.graph.rules import Rules
 from fp8_compile.passes.graph.slot import BACKWARD, FIELDS, FORWARD, FROZEN, STATS, Place, TensorUse, state_input
@@ -95,7 +95,7 @@ class GraphSlots:
         for name, index, field in self._inputs():
             rows, length = self.layout.tables[index].capacity, self.layout.tables[index].kind.length
             shapes: dict[str, tuple[int, ...]] = {"amaxes": (rows,), "history": (rows, length), "scales": (2, rows)}
-            shapes |= {"counts": (STEADY + 1, rows), "room": (1,), STATS: (rows, 5)}
+            shapes |= {"counts": (STEADY + 1, rows), "room": (1,), STATS: (rows, STATS_FIELDS)}
             dtype = {"counts": torch.int32, "room": torch.int32, STATS: torch.float64}.get(field, torch.float32)
             found[name] = torch.empty(shapes[field], dtype=dtype, device=device)
         return found

@@ -25,7 +25,7 @@ import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable
 
-from fp8_compile.kernels.delayed_scaling import ABSENT, ENTERED, QUANT, RUNS
+from fp8_compile.kernels.delayed_scaling import ABSENT, ENTERED, QUANT, RUNS, STATS_FIELDS
 
 from .stats import decibel
 
@@ -47,7 +47,7 @@ class RunRecorder:
         self.path, self.folder, self.state, self._show = path, path.parent, slots.state, show
         self.places = {str(slot): place for slot, place in slots.places.items()}
         self._rows = set(slots.places.values())
-        self._counted = {slot: [0.0] * 5 for slot in self.places}
+        self._counted = {slot: [0.0] * STATS_FIELDS for slot in self.places}
         self._runs_of = {slot: 0 for slot in self.places}
         self._lines, self._runs, self._every = 0, 0, 1
         self._pending, self._by_hand, self._stopped = False, False, False
@@ -106,7 +106,7 @@ class RunRecorder:
             if counted[0] < 0:  # reset_stats() was called
                 counted = stats
             self._counted[slot] = stats
-            elements, overflow, underflow, signal, noise = counted
+            elements, overflow, underflow, signal, noise, *_ = counted
             columns["amax"].append(None if amaxes == ABSENT else _plain(amaxes))
             columns["scale"].append(_plain(scales))
             columns["elements"].append(int(elements))

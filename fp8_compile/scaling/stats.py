@@ -33,6 +33,8 @@ class StatsRow:
     steps: int = 0  # in which the tensor was quantized
     saturated: int = 0  # of them, those in which its largest value was beyond what its scale holds
     small: int = 0  # those in which it was so small that its scale flushes much of it to zero
+    blocks: int = 0  # that were quantized and not all zero: MXFP8 and NVFP4
+    at_ends: int = 0  # of them, those whose scale is the smallest or the largest that there is
 
 
 class StatsTable(Sequence[StatsRow]):
@@ -69,6 +71,9 @@ class StatsTable(Sequence[StatsRow]):
             )
             for row in self._rows
         ]
+        if any(row.blocks for row in self._rows):
+            header = (*header, "blocks at ends")
+            cells = [(*cell, _share(row.at_ends, row.blocks)) for cell, row in zip(cells, self._rows)]
         table = align([header, *cells])
         table.insert(1, "-" * max(len(line) for line in table))
         return "\n".join(table)
@@ -78,13 +83,23 @@ class StatsTable(Sequence[StatsRow]):
 
 def stats_row(slot: str, table: Table, row: int) -> StatsRow:
     """A row from the state's tensors."""
-    elements, overflow, underflow, signal, noise = table.stats[row].tolist()  # kernels/delayed_scaling.py: count
+    counted = table.stats[row].tolist()  # kernels/delayed_scaling.py: count; kernels/block_counts.py
+    elements, overflow, underflow, signal, noise, blocks, at_ends = counted
     counts, history = table.counts[:, row].tolist(), table.history[row]
     amax = float(history[(counts[ENTERED] - 1) % len(history)] / table.unit) if counts[ENTERED] else 0.0
     scale = float(table.scales[QUANT, row] * table.unit)
     seen = (counts[RUNS], counts[SATURATED], counts[SMALL])
     return StatsRow(
-        slot, int(elements), int(overflow), int(underflow), amax, scale, decibel(signal, noise), *seen
+        slot,
+        int(elements),
+        int(overflow),
+        int(underflow),
+        amax,
+        scale,
+        decibel(signal, noise),
+        *seen,
+        int(blocks),
+        int(at_ends),
     )
 
 

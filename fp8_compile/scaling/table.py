@@ -16,6 +16,7 @@ from fp8_compile.kernels.delayed_scaling import (
     LOOK,
     MARGIN,
     QUANT,
+    STATS_FIELDS,
     STEADY,
     room_for,
     update,
@@ -50,7 +51,7 @@ class Table:
             self.history = torch.zeros(capacity, kind.length, dtype=torch.float32)
             self.scales = torch.zeros(2, capacity, dtype=torch.float32)
             self.counts = torch.zeros(STEADY + 1, capacity, dtype=torch.int32)
-            self.stats = torch.zeros(capacity, 5, dtype=torch.float64)
+            self.stats = torch.zeros(capacity, STATS_FIELDS, dtype=torch.float64)
         self.room = torch.zeros(1, dtype=torch.int32, device=kind.device) if room is None else room
         self._kept: list[Tensor] | None = None  # for restore(); None: as if no run had been
         self._kept_look = torch.zeros_like(self.counts[LOOK])  # amaxes that wait are counted as they were recorded

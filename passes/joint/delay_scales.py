@@ -21,7 +21,8 @@ from fp8_compile.kernels.delayed_scaling import (
     record_op,
     update_op,
 )
-from fp8_compile.kernels.formats import E2M1, format_of
+from fp8_compile.kernels.formats import E2M1, E4M3, format_of
+from fp8_compile.kernels.mxfp8 import quantize_mx_op
 from fp8_compile.kernels.nvfp4_training import global_scale_op
 from fp8_compile.kernels.quantize import WHOLE, block_amax, quantize_op
 from fp8_compile.kernels.stochastic_cast import cast_stochastic
@@ -35,6 +36,7 @@ from ..graph.slot import BACKWARD, FIELDS, FORWARD, FROZEN, STATS, SlotPool, sta
 from ..graph.traced import passes_on
 from ..graph.update_rule import UpdateRule
 from ..graph_pass import GraphPass, PassReport
+from .count_blocks import count_block_quantize, counted_nodes
 
 aten = torch.ops.aten
 
@@ -79,11 +81,26 @@ class DelayScales(GraphPass):
         for index, node in enumerate(nodes):
             if (place := tables.place(node)) is not None:
                 self._replace(graph, node, index, *place)
+        for node in counted_nodes(graph) if training and self.stats else ():
+            if (place := tables.place(node)) is not None:
+                self._count(graph, node, *place)
         saved = saved_relayouts(graph)
         for (direction, _), table in tables.tables.items():
             made, saved = (saved, []) if direction != BACKWARD else ([], saved)
             table.finish(stats=training and self.stats, made=made)
         return PassReport(sum(len(table.rows) for table in tables.tables.values()), "quantizes delayed")
+
+    @staticmethod
+    def _count(graph: fx.Graph, node: fx.Node, table: TableInGraph, row: int) -> None:
+        """Count what becomes of blocks, which have scales of their own. MXFP8 has no scale of the whole tensor, whose
+        amax is recorded to be looked at."""
+        counted = count_block_quantize(graph, node)
+        if row in table.rows:
+            table.counted[row] = counted
+            return
+        with graph.inserting_before(node.next):
+            amax = inline(graph, block_amax, input_of(node), [WHOLE, WHOLE], like=node)
+        table.record(row, amax, counted)
 
     def _replace(self, graph: fx.Graph, node: fx.Node, index: int, table: TableInGraph, row: int) -> None:
         """Put the formula in the place of a quantize; all its nodes are marked with ``index``."""
@@ -128,7 +145,9 @@ def delayed_nodes(graph: fx.Graph) -> list[fx.Node]:
 
 def largest_of(node: fx.Node) -> float:
     """The value that the largest magnitude of a tensor becomes."""
-    return E2M1.max if node.target is global_scale_op else format_of(arguments(node)[1]).max
+    if node.target is quantize_mx_op:
+        return E4M3.max
+    return format_of(arguments(node)[1]).max if node.target is quantize_op else E2M1.max
 
 
 def _tensor(node: fx.Node) -> tuple[fx.Node, torch.dtype, list[int]]:
@@ -183,7 +202,7 @@ class TableInGraph:
         self.like, self.tags = self.fields["scales"], _tag(direction)
         self.rows: list[int] = []
         self.amaxes: list[fx.Node] = []
-        self.counted: list[fx.Node] = []
+        self.counted: dict[int, fx.Node] = {}  # by row
         with graph.inserting_before(first_call(graph)):
             if held:
                 self.known = self._emit(aten.clone.default, self.fields["scales"])
@@ -197,7 +216,7 @@ class TableInGraph:
         self.rows.append(row)
         self.amaxes.append(amax)
         if counted:
-            self.counted.append(counted)
+            self.counted[row] = counted
 
     def finish(self, *, stats: bool, made: list[fx.Node]) -> None:
         """Write the state back, before the graph returns.
@@ -217,7 +236,7 @@ class TableInGraph:
             for field, result in results.items():
                 self._emit(aten.copy_.default, fields[field], result)
             if stats:
-                counted = self._emit(add_counts_op, self.stats, self.counted, self.rows)
+                counted = self._emit(add_counts_op, self.stats, list(self.counted.values()), list(self.counted))
                 self._emit(aten.copy_.default, self.stats, counted)
 
     def _emit(self, op: Any, *args: Any) -> fx.Node:

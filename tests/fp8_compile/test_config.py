@@ -49,6 +49,7 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     ({"backward": "high_precision", "stochastic_rounding": True}, "stochastic_rounding=True.*'high_precision'"),
     ({"backward": "dequantized", "quantize_gradients": False}, "quantize_gradients=False and backward='dequantized'"),
     ({"backward": "high_precision", "quantize_inputs": False}, "quantize_inputs=False leaves.*no matmul"),
+    ({"recipe": "rowwise", "stats": True}, "stats appl.*'rowwise'"),
     ({"recipe": "tensorwise", "margin": 2}, "margin appl.*recipe='delayed' only, got recipe='tensorwise'"),
     ({"recipe": "rowwise", "amax_history_len": 4, "warmup_steps": 2}, "amax_history_len, warmup_steps.*'rowwise'"),
 ]
