@@ -5,6 +5,8 @@
 The model is a small Llama over bytes, its text the standard library's source. Adapters stand on all linear layers.
 
 memory      bytes of the base's linear layers while training, and what autograd keeps of them for backward
+peak        peak memory of a process during a step (Linux), over what it had before the model, each base in a process of
+            its own; uncompiled, or with --compiled after the code is there
 step        forward and backward of the compiled model, medians of alternating runs: backend="fp8" on the packed base,
             with adapters in high precision, against Inductor on the bf16 base
 gradients   the largest relative error of an adapter's, eager, over the packed and over the dequantized base
@@ -15,10 +17,15 @@ from __future__ import annotations
 
 import argparse
 import copy
+import ctypes
+import gc
 import itertools
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -108,6 +115,43 @@ def memory(options: argparse.Namespace) -> None:
             assert size <= own, (own, size)  # q/k/v and gate/up have one global scale between them
         saved = saved_matrices(model, model, tokens)
         print(f"| {format or 'bf16'} | {size / 1e6:.1f} MB | {8 * size / weights:.2f} bits | {saved / 1e6:.1f} MB |")
+
+
+def peak(options: argparse.Namespace) -> None:
+    print("\n| base | resident before a step | peak of a step | of bf16's |\n|---|---|---|---|", flush=True)
+    first = 0.0
+    for format in ("bf16", *FORMATS):
+        arguments = ["--width", str(options.width), "--layers", str(options.layers), "--peak-of", format]
+        arguments += ["--compiled"] if options.compiled else []
+        arguments += ["--batch", str(options.batch), "--time", str(options.time)]
+        done = subprocess.run([sys.executable, __file__, *arguments], capture_output=True, text=True, check=True)
+        before, most = map(float, done.stdout.split()[-2:])
+        first = first or most
+        print(f"| {format} | {before:.0f} MB | {most:.0f} MB | {most / first:.2f}x |", flush=True)
+
+
+def peak_of(options: argparse.Namespace) -> None:
+    """Print what is resident before a step and at its peak, in MB, over what the process had before the model."""
+    tokens, start = next(windows(options.batch, options.time, 0)), resident("VmRSS")
+    model = llama(options.width, options.layers, torch.bfloat16)
+    if options.peak_of != "bf16":
+        fp8_compile.pack(model, format=options.peak_of, method="rtn", progress=False)
+    lora = with_adapters(model)
+    fp8 = {} if options.peak_of == "bf16" else {"backend": "fp8", "options": ADAPTERS_AS_THEY_ARE}
+    run = torch.compile(lora, **fp8) if options.compiled else lora
+    loss_of(run, tokens).backward()
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what packing and the compiler have left is given back
+    before = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from now on
+    loss_of(run, tokens).backward()
+    print(before - start, resident("VmHWM") - start)
+
+
+def resident(field: str) -> float:
+    """A line of /proc/self/status, in MB."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines[field].split()[0]) / 1024
 
 
 def step_time(options: argparse.Namespace) -> None:
@@ -208,7 +252,7 @@ def training(options: argparse.Namespace) -> None:
         torch._dynamo.reset()
 
 
-PARTS = {"memory": memory, "step": step_time, "gradients": gradients, "training": training}
+PARTS = {"memory": memory, "peak": peak, "step": step_time, "gradients": gradients, "training": training}
 
 
 def main() -> None:
@@ -220,7 +264,12 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=25, help="timed steps (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=200, help="of training (default: %(default)s)")
     parser.add_argument("--only", choices=PARTS, action="append", help="parts to run (default: all)")
+    parser.add_argument("--peak-of", choices=("bf16", *FORMATS), help=argparse.SUPPRESS)
+    parser.add_argument("--compiled", action="store_true", help="peak memory of compiled steps")
     options = parser.parse_args()
+    if options.peak_of:
+        peak_of(options)
+        return
     for name, part in PARTS.items():
         if options.only is None or name in options.only:
             part(options)

@@ -86,7 +86,8 @@ def main() -> None:
     for name, loss in losses.items():
         print(f"| {name} | {loss:.4f} |")
     full, opened, on, on_rounded, packed = losses.values()
-    print(f"\nof the gap that rounding opened ({opened - full:.4f}) {(opened - packed) / (opened - full):.0%} recovered")
+    gap = opened - full
+    print(f"\nof the gap that rounding opened ({gap:.4f}) {(opened - packed) / gap:.0%} recovered")
     gap = on_rounded - on
     print(f"against FP32 that is trained on as long ({gap:.4f}): {(on_rounded - packed) / gap:.0%} recovered")
 

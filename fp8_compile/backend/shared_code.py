@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 
 from fp8_compile.config import Config
 from fp8_compile.passes.graph.roles import Role
+from fp8_compile.passes.graph.slot import Place, Slot
 from fp8_compile.passes.graph.weight_grid import WeightGrid
 from fp8_compile.scaling.coverage import note_fp8
 from fp8_compile.scaling.find_state import state_of_modules
@@ -167,7 +168,7 @@ class SharedCode:
         given = self.inputs.slots
         if given is None or not slots.frozen:
             return None
-        found = {}
+        found: dict[int, tuple[Slot, Place]] = {}
         for use in (use for use in given.uses if use.role is Role.WEIGHT):
             slot = state.slot_of(moved(use, given.prefix, prefix), given.layout.frame)
             arguments = [index for index, names in self.parameters.items() if use.parameter in names]

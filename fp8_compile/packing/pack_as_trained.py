@@ -16,10 +16,10 @@ from fp8_compile.scaling.training_grids import TrainingGrid, grids_of
 
 from .choose import choose_weights
 from .input_scales import shared_scales
-from .linear_layers import parameter_of, unwrapped
+from .linear_layers import unwrapped
 from .pack_report import PackRow
 from .packable import LayerWeight, Packable, StackWeight
-from .packed_experts import replace_stack
+from .packed_experts import PackedStack, replace_stack
 from .packed_linear import PackedLinear
 from .packed_weight import PackedWeight
 from .trained_grids import Recipe, convert, input_scale, quantized, recipe_of
@@ -62,8 +62,8 @@ class TrainedPacker:
         recipe = recipe_of(name, grid)
         if self.format is not None and self.format != recipe.format.name:
             raise ValueError(
-                f"{name}: format={self.format!r}, but it was trained with recipe={grid.recipe!r}, whose grid is that of "
-                f"format={recipe.format.name!r}; leave format out"
+                f"{name}: format={self.format!r}, but it was trained with recipe={grid.recipe!r}, whose grid is that "
+                f"of format={recipe.format.name!r}; leave format out"
             )
         return recipe
 
@@ -81,7 +81,7 @@ class TrainedPacker:
         if isinstance(weight, StackWeight):
             matrices = [quantized(one.label, one.values, grid, scale) for one in weight.matrices(name)]
             error = _error([one.values for one in weight.matrices(name)], matrices)
-            packed: PackedWeight = recipe.format.stack.of(matrices, dtype, weight.stack.transposed)
+            packed: PackedStack = recipe.format.stack.of(matrices, dtype, weight.stack.transposed)
             replace_stack(weight.stack.module, weight.stack.name, packed)
             reason.append("inputs exact")
             after = packed.memory_bytes()
@@ -135,7 +135,8 @@ def _error(before: Sequence[Tensor], after: Sequence) -> float:
 
 def _untrained(root: nn.Module, skipped: Sequence[PackRow]) -> str:
     packed = any(row.reason == "packed already" for row in skipped)
-    why = "its layers are packed already" if packed else "no training forward of backend='fp8' has quantized its weights"
+    unseen = "no training forward of backend='fp8' has quantized its weights"
+    why = "its layers are packed already" if packed else unseen
     return (
         f"scales='training': {type(root).__name__} has no grid to take: {why}. Expected a forward with gradients of "
         "torch.compile(model, backend='fp8') in this process: run one batch after loading a checkpoint. Of a copy of "

@@ -138,7 +138,7 @@ class NVFP4Linear(NVFP4Parts, PackedLinear):
         activations: str | None,
         input_scale: Tensor | None = None,
     ) -> None:
-        if input_scale is not None:
+        if input_scale is not None and activations == "nvfp4":  # "int8" has scales of its own
             from .packed_nvfp4_inputs import NVFP4InputsLinear
 
             NVFP4InputsLinear.convert(layer, weight, dtype, None, input_scale)

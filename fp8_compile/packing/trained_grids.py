@@ -80,7 +80,7 @@ def convert(
     layer: nn.Module, weight: Matrix, recipe: Recipe, dtype: torch.dtype, scale: Tensor | None, grid: TrainingGrid
 ) -> PackedLinear:
     """Make a linear layer a packed one, which rounds its inputs as training does."""
-    if recipe.format is NVFP4:
+    if isinstance(weight, NVFP4Weight):
         NVFP4InputsLinear.convert(layer, weight, dtype, None, scale, four_over_six=grid.four_over_six)
     else:
         recipe.format.linear.convert(layer, weight, dtype, recipe.activations, scale)

@@ -310,7 +310,12 @@ class ScalingState:
         """The magnitude that the frozen scale of an input or a weight reaches to; None: its scale is not frozen."""
         if slot.role is Role.GRAD_OUTPUT or self.frozen is None:
             return None
-        return self.frozen.get(str(slot), self.frozen.get(slot.layer) if slot.role is Role.INPUT else None)
+        found = self.frozen.get(str(slot), self.frozen.get(slot.layer) if slot.role is Role.INPUT else None)
+        if found is None:  # inference may come from another frame than training: the only use there is that one
+            name, operand = _without_use(str(slot))
+            others = [reach for other, reach in self.frozen.items() if _without_use(other) == (name, operand)]
+            found = others[0] if len(others) == 1 else None
+        return found
 
     def begin_graph(self, frame: str, compilation: Any) -> str:
         """A name for the graph that a compilation makes of a frame: the frame's; where one compilation makes several
@@ -414,6 +419,12 @@ class ScalingState:
             table.set_row(row, saved)
         else:
             self._prime(slot, table, row)
+
+
+def _without_use(slot: str) -> tuple[str, str]:
+    """``("blocks.0.up", "input")`` of ``blocks.0.up#0.input``."""
+    name, _, rest = slot.rpartition("#")
+    return name, rest.partition(".")[2]
 
 
 def _rows_by_table(places: Iterable[Place]) -> dict[int, list[int]]:

@@ -2,8 +2,9 @@
 
     rows = e2m1 * e4m3_block_scale          kernels/nvfp4_training.py, blocks of 16 along K;   x = rows / enc
 
-x: [M, K] fp32/bf16/fp16, enc: fp32 [1, 1], 2688 / amax, of this tensor or of earlier ones -> rows [M, K] in the dtype of
-x, in which they are exact. ``1 / enc`` belongs to the product: whoever multiplies gives it to the weight's global scale.
+x: [M, K] fp32/bf16/fp16, enc: fp32 [1, 1], 2688 / amax, of this tensor or of earlier ones -> rows [M, K] in the dtype
+of x, in which they are exact. ``1 / enc`` belongs to the product: whoever multiplies gives it to the weight's global
+scale.
 """
 
 from __future__ import annotations

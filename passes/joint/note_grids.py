@@ -28,8 +28,9 @@ QUANTIZES = (quantize_op, quantize_mx_op, quantize_nvfp4_op)
 class NoteGrids(GraphPass):
     """Write down the grid of every weight that a forward product reads; the graph stays as it is.
 
-    Read:    qx, sx = fp8_compile.quantize(x, ...);  qw, sw = fp8_compile.quantize(w, ...)
+    Before:  qx, sx = fp8_compile.quantize(x, ...);  qw, sw = fp8_compile.quantize(w, ...)
              y = _scaled_mm(qx, permute(qw), sx, sw)
+    After:   the same graph
     Noted:   w is argument 3 and is quantized like that, with the scale of its slot; its input has the slot of x
 
     It runs after quantizes are shared, so that q, k and v name the slot that their common input has. Skips: weights

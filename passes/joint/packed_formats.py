@@ -191,8 +191,8 @@ class FP8(PackedFormat):
 
 
 class BlockScaled(PackedFormat):
-    """FP8 by blocks, as training has it: where inputs are rounded too, the product is training's own. With exact inputs,
-    in backward, and on GPUs the weight is dequantized, as experts of such formats are everywhere."""
+    """FP8 by blocks, as training has it: where inputs are rounded too, the product is training's own. With exact
+    inputs, in backward, and on GPUs the weight is dequantized, as experts of such formats are everywhere."""
 
     dequantize_experts, experts_arguments = None, 0
 

@@ -17,7 +17,8 @@ from fp8_compile.kernels.mxfp8 import NAN, SIZE
 
 from .layouts import Described, Layout, described_by_compressed_tensors
 
-GROUP = {"num_bits": 8, "strategy": "group", "group_size": SIZE, "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
+SCALES = {"scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
+GROUP = {"num_bits": 8, "strategy": "group", "group_size": SIZE, **SCALES}
 
 
 class MXInCompressedTensors(Layout[MXWeight]):
@@ -42,7 +43,8 @@ class MXInCompressedTensors(Layout[MXWeight]):
 
     def described(self, layer: str, shape: Sequence[int]) -> Described:
         n, k = shape
-        return {f"{layer}.weight": (torch.float8_e4m3fn, (n, k)), f"{layer}.weight_scale": (torch.uint8, (n, k // SIZE))}
+        kinds = (torch.float8_e4m3fn, (n, k)), (torch.uint8, (n, k // SIZE))
+        return {f"{layer}.{part}": kind for part, kind in zip(self.parts, kinds)}
 
     def read(self, layer: str, tensors: Mapping[str, Tensor]) -> MXWeight:
         codes, scales = (tensors[f"{layer}.{part}"] for part in self.parts)

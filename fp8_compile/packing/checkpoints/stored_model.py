@@ -101,11 +101,11 @@ def fuse_weights(packed: Mapping[str, PackedLinear], weights: dict[str, Matrix])
             named = "; ".join(f"{name}: {', '.join(kind)}" for kind, name in kinds.items())
             raise ValueError(f"servers make one layer of {named}; expected the same for all, pack them alike")
     trained = {name: layer for name, layer in packed.items() if isinstance(layer, NVFP4InputsLinear)}
-    apart = [group for group in fused_groups(trained) if len({float(packed[one].global_scale) for one in group}) > 1]
+    apart = [group for group in fused_groups(trained) if len({float(trained[one].global_scale) for one in group}) > 1]
     if apart:
         log.warning(
-            "%s and %d other groups keep a global scale for each layer, as training has it; servers that make one layer "
-            "of a group (vLLM) take the largest for all, and compute something else",
+            "%s and %d other groups keep a global scale for each layer, as training has it; servers that make one "
+            "layer of a group (vLLM) take the largest for all, and compute something else",
             ", ".join(apart[0]),
             len(apart) - 1,
         )
