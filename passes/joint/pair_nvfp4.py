@@ -35,7 +35,8 @@ class PairNvfp4(GraphPass):
     Each quantize is a store in the kernel that computes its tensor, and those of a tensor that are in the same half of
     the graph are in one kernel, with one read. Both operands of a gemm have K contiguous: forward writes a weight in
     both layouts, and saves the one that backward reads. Forward also saves what a weight's gradient reads of an input,
-    unless backward computes the input anyway. What is not a multiple of 32 is filled up with zeros, on the way into that kernel.
+    unless backward computes the input anyway. What is not a multiple of 32 is filled up with zeros, on the way into
+    that kernel.
 
     A number that the scale of a tensor is multiplied by becomes the kernel's own, and the seeds of a graph are drawn
     together: small tensors would each be a kernel of their own.
