@@ -6,8 +6,8 @@ backward, are counted apart: they grow with the model and not with the batch.
 
     python benchmarks/saved_bytes.py [--budget 0.9]
 
-``--budget``: torch's ``torch._functorch.config.activation_memory_budget``, the share of these bytes that the partitioner
-may keep. It then runs gemms again in backward, and nothing else changes.
+``--budget``: torch's ``torch._functorch.config.activation_memory_budget``, the share of these bytes that the
+partitioner may keep. It then runs gemms again in backward, and no number changes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Gemms of MXFP8 and NVFP4 operands by a stand-in for cuBLASLt, called from C++ and from Python, against the formulas."""
+"""Gemms of MXFP8 and NVFP4 operands by a stand-in for cuBLASLt, called from C++ and from Python."""
 
 from __future__ import annotations
 
