@@ -4,15 +4,20 @@ Nothing is computed: the step runs on fake tensors, and what autograd keeps betw
 counted. Parameters are not, since they are there anyway. FP8 copies of weights, which forward makes for a GPU's
 backward, are counted apart: they grow with the model and not with the batch.
 
-    python benchmarks/saved_bytes.py
+    python benchmarks/saved_bytes.py [--budget 0.9]
+
+``--budget``: torch's ``torch._functorch.config.activation_memory_budget``, the share of these bytes that the
+partitioner may keep. It then runs gemms again in backward, and no number changes.
 """
 
 from __future__ import annotations
 
+import argparse
 from typing import Any, Callable, Sequence
 
 import torch
 from torch import fx, nn
+from torch._functorch import config as functorch_config
 from torch._inductor.compile_fx import compile_fx
 from torch._subclasses import FakeTensorMode
 
@@ -109,13 +114,17 @@ def _bytes(nodes: Sequence[fx.Node]) -> int:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--budget", type=float, default=1.0, help="torch's activation_memory_budget, for FP8 alone")
+    budget = parser.parse_args().budget
     print(f"bytes saved for backward, {TOKENS} tokens, d={WIDTH}, h={HIDDEN}, bf16 model; x: ratio to bf16")
     for block in (SwiGLU, GELU, ReLU):
         base = sum(saved_bytes(block, None))
         print(f"{block.__name__:8} {'inductor bf16':24} {base / 1e6:8.1f} MB  1.00x")
         for target in ("cpu", "cuda:90", "cuda:100"):
             for recipe in (one for one in RECIPES if one in Target.parse(target).recipes):
-                size, weights = saved_bytes(block, Config(recipe=recipe, target=target))
+                with functorch_config.patch(activation_memory_budget=budget):
+                    size, weights = saved_bytes(block, Config(recipe=recipe, target=target))
                 copies = f"  and {weights / 1e6:.1f} MB of weights" if weights > 1e6 else ""
                 name = f"fp8 {recipe} {target}"
                 print(f"{block.__name__:8} {name:24} {size / 1e6:8.1f} MB  {size / base:.2f}x{copies}")

@@ -75,7 +75,7 @@ class Target:
 
 
 def _cuda(capability: int) -> Target:
-    # cuBLAS has 1x128 and 128x128 block scales on Hopper only; on Blackwell blocks of both sizes are multiplied in MXFP8.
+    # cuBLAS has 1x128 and 128x128 block scales on Hopper only; on Blackwell both blocks are multiplied in MXFP8.
     recipes = RECIPES_EVERYWHERE | {"rowwise"} | ({"blockwise"} if capability == 90 or capability >= 100 else set())
     if capability >= 100:
         recipes |= {"mxfp8", "nvfp4"}
@@ -100,8 +100,6 @@ CPU = Target(
     grouped=True,
 )
 _HIP = {
-    "gfx942": Target(
-        "hip:gfx942", e4m3=E4M3_FNUZ, e5m2=E5M2_FNUZ, recipes=frozenset(RECIPES_EVERYWHERE | {"rowwise"})
-    ),
+    "gfx942": Target("hip:gfx942", e4m3=E4M3_FNUZ, e5m2=E5M2_FNUZ, recipes=frozenset(RECIPES_EVERYWHERE | {"rowwise"})),
     "gfx950": Target("hip:gfx950", recipes=frozenset(RECIPES_EVERYWHERE | {"rowwise"})),
 }

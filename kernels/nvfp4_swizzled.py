@@ -125,9 +125,7 @@ def quantize_nvfp4_tiles(
     return *along_columns, *along_rows
 
 
-def _tiles_fake(
-    x: Tensor, enc: Tensor, factor: float, four_over_six: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _tiles_fake(x: Tensor, enc: Tensor, factor: float, four_over_six: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     options = (enc, factor, (SIZE, SIZE))
     both = (_fake(x, *options, transpose, False, None, 0, four_over_six, 0) for transpose in (False, True))
     along_columns, along_rows = both

@@ -2,8 +2,8 @@
 
     y[i] = left[i] * right[i]              left, right: n tensors of one fp32 each -> y: [n]
 
-Each product is a kernel of its own to Inductor, and a launch takes as long as a small gemm. On a GPU this operation is one
-kernel for all of them (``kernels/inductor/stack_products.py``).
+Each product is a kernel of its own to Inductor, and a launch takes as long as a small gemm. On a GPU this operation is
+one kernel for all of them (``kernels/inductor/stack_products.py``).
 """
 
 from __future__ import annotations

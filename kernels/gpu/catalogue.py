@@ -104,7 +104,13 @@ def _nvfp4_pack(swizzled: bool) -> Entry:
 def _quantize_nvfp4(**options: Any) -> Entry:
     types = {"x_ptr": "*bf16", "enc_ptr": "*fp32", "seed_ptr": "*i64", "codes_ptr": "*u8", "scales_ptr": "*u8"}
     types |= dict.fromkeys(("rows", "cols", "row_stride", "numbered"), "i32")
-    given = {"block": (1, 16), "rotated": False, "random": False, "stream": 0, "four_over_six": False} | options
+    given: dict[str, Any] = {
+        "block": (1, 16),
+        "rotated": False,
+        "random": False,
+        "stream": 0,
+        "four_over_six": False,
+    } | options
     transpose = given.pop("transpose", False)
     constants = {**nvfp4_tile.constants(1.0, **given), "col_stride": 1, "TRANSPOSE": transpose, "HARDWARE": True}
     return Entry(nvfp4_tile.quantize_nvfp4_kernel, types, constants, nvfp4_tile.NUM_WARPS)

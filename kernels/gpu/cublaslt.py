@@ -64,8 +64,8 @@ def no_kernel(left: Tensor, right: Tensor, d: Tensor) -> CublasLtError:
     """The error for a gemm that cuBLASLt knows no algorithm for."""
     (m, k), n = left.shape, right.shape[1]
     return CublasLtError(
-        f"cuBLASLt has no kernel for {m}x{n}x{k * in_a_byte(left.dtype)}, {left.dtype} by {right.dtype} to {d.dtype}, strides "
-        f"{tuple(left.stride())} and {tuple(right.stride())}"
+        f"cuBLASLt has no kernel for {m}x{n}x{k * in_a_byte(left.dtype)}, {left.dtype} by {right.dtype} to {d.dtype}, "
+        f"strides {tuple(left.stride())} and {tuple(right.stride())}"
     )
 
 
@@ -143,7 +143,8 @@ class CublasLt:
             self._point_to(plan.description, vectors)
             a, b, c_, d_ = (ctypes.c_void_p(one.data_ptr()) for one in operands)
             layout_a, layout_b, layout_c, layout_d = plan.layouts
-            one, beta = ctypes.byref(self._one), ctypes.byref(self._zero if c is None else self._one)
+            one: Any = ctypes.byref(self._one)
+            beta: Any = ctypes.byref(self._zero if c is None else self._one)
             if alpha is not None:
                 one, beta = (ctypes.c_void_p(n.data_ptr()) for n in (alpha, betas(d.device)[int(c is not None)]))
             self._call(
@@ -173,9 +174,7 @@ class CublasLt:
             raise CublasLtError(plan)
         return plan
 
-    def _plan(
-        self, operands: tuple[Tensor, ...], vectors: _Vectors, fast_accumulation: bool, on_device: bool
-    ) -> _Plan:
+    def _plan(self, operands: tuple[Tensor, ...], vectors: _Vectors, fast_accumulation: bool, on_device: bool) -> _Plan:
         (right, left, c, d), bias = operands, vectors[2]
         with contextlib.ExitStack() as made:
             description = self._make(made, "MatmulDesc", COMPUTE_32F, DATA_TYPES[torch.float32])

@@ -19,7 +19,16 @@ from fp8_compile.kernels.cpu.kept_files import kept
 from fp8_compile.torch_internals.inductor import NoCompiler, cpp_compiler
 
 from . import cublaslt
-from .cublaslt import DATA_TYPES, LEAST_WORKSPACE_BYTES, SCALE_MODES, CublasLt, CublasLtError, betas, in_a_byte, no_kernel
+from .cublaslt import (
+    DATA_TYPES,
+    LEAST_WORKSPACE_BYTES,
+    SCALE_MODES,
+    CublasLt,
+    CublasLtError,
+    betas,
+    in_a_byte,
+    no_kernel,
+)
 
 log = logging.getLogger("fp8_compile")
 

@@ -3,12 +3,12 @@
     y = alpha * left @ right^T + bias + added        of codes times block scales, see kernels/nvfp4_swizzled.py
 
 left: [M, K/2], right: [N, K/2] uint8, contiguous; scale_left, scale_right: flat e4m3, swizzled; alpha: one fp32, the
-product of both tensors' scales; bias: [N]; added: [M, N] -> y: [M, N] in ``out_dtype``, which is that of ``added``. Only
-the result is rounded. K, M and N are multiples of 32.
+product of both tensors' scales; bias: [N]; added: [M, N] -> y: [M, N] in ``out_dtype``, which is that of ``added``.
+Only the result is rounded. K, M and N are multiples of 32.
 
-The scales of the tensors are known to the GPU alone. cuBLASLt reads their product from its memory: as a pass of its own,
-``torch._scaled_mm`` knowing no such number, the multiplication would take longer than the gemm. That is what happens,
-after a warning, where cuBLASLt can't be called directly.
+The scales of the tensors are known to the GPU alone, and cuBLASLt reads their product from its memory.
+``torch._scaled_mm`` has no argument for it: where cuBLASLt can't be called directly, the result is multiplied in a pass
+of its own, after a warning.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     store_nvfp4(x, ...)      the formulas of kernels/nvfp4_swizzled.py on one tile of a matrix that is in registers
 
-Kernels that Inductor writes call it with what they have computed (``kernels/inductor/nvfp4_swizzled.py``), once for each
-direction; ``quantize_nvfp4_kernel`` calls it with a tile that it has loaded.
+Kernels that Inductor writes call it with what they have computed (``kernels/inductor/nvfp4_swizzled.py``), once for
+each direction; ``quantize_nvfp4_kernel`` calls it with a tile that it has loaded.
 
 To nearest even, two values become a byte by the hardware's instruction (cvt to e2m1x2) on compute capability 10.x and
 12.x (``HARDWARE``), and by comparisons in the interpreter, which give the same. Rounding at random is done in software
@@ -186,7 +186,9 @@ def _error(pairs, scale, v, enc, SQUARE: tl.constexpr, T: tl.constexpr):
     value = tl.where(code < 4, code.to(tl.float32) * 0.5, tl.where(code < 6, code - 2, 2 * code - 8).to(tl.float32))
     value = (value.to(tl.int32, bitcast=True) | ((codes & 8) << 28)).to(tl.float32, bitcast=True)
     # The product of code and scale is exact; what is rounded must not be contracted with what follows.
-    off = rounded_product(value * _spread(scale.to(tl.float32), T), tl.full([T, T], 1.0, tl.float32) * _inverse(enc)) - v
+    off = (
+        rounded_product(value * _spread(scale.to(tl.float32), T), tl.full([T, T], 1.0, tl.float32) * _inverse(enc)) - v
+    )
     sums = _folded(_folded(tl.reshape(rounded_product(off, off), [T * BLOCKS, 16]), T * BLOCKS, 8), T * BLOCKS, 4)
     sums = tl.reshape(_folded(_folded(sums, T * BLOCKS, 2), T * BLOCKS, 1), [T, BLOCKS])
     if SQUARE:

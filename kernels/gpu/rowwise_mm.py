@@ -3,9 +3,9 @@
     y = left @ right * scale_left * scale_right + bias
 
 left: [M, K] row-major, right: [K, N] column-major fp8; scale_left: [M, 1], scale_right: [1, N] fp32; bias: [N] -> y:
-[M, N] in ``out_dtype``. On compute capability 12.x some releases of cuBLAS answer such a gemm with NOT_SUPPORTED. Whether
-that is so is found out by asking: the first refusal is warned of, and from then on the codes are multiplied with one
-scale of 1 for each tensor, and the product, in FP32, by the scales in a pass of its own, which gives the same numbers.
+[M, N] in ``out_dtype``. On compute capability 12.x cuBLAS is said to answer such a gemm with NOT_SUPPORTED. Whether it
+does is found out by asking: the first refusal is warned of, and from then on the codes are multiplied with one scale of
+1 for each tensor, and the product, in FP32, by the scales in a pass of its own, which gives the same numbers.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def multiply(left: Tensor, right: Tensor, *others: Any) -> Tensor:
                 raise
             _refused.add(device)
             warnings.warn(
-                f"cuda:{device}: cuBLAS refused an FP8 gemm with a scale per row. Products are scaled in a pass of their "
-                f"own, which costs a pass over memory each; recipe='mxfp8' has gemms on this GPU. It said: {error}",
+                f"cuda:{device}: cuBLAS refused an FP8 gemm with a scale per row. From now on products are scaled in "
+                f"passes over memory of their own; recipe='mxfp8' has gemms on this GPU. It said: {error}",
                 stacklevel=2,
             )
     return by_one_scale(left, right, *others)

@@ -1,5 +1,5 @@
-"""The lowering of ``kernels/gpu/cublaslt_mm.py``, ``cublaslt_mx_mm.py`` and ``cublaslt_nvfp4_mm.py``: a call that writes
-to memory which Inductor has planned."""
+"""The lowering of ``kernels/gpu/cublaslt_mm.py``, ``cublaslt_mx_mm.py`` and ``cublaslt_nvfp4_mm.py``: a call that
+writes to memory which Inductor has planned."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def _register(op: Any, out_op: Any, columns: int = 1) -> None:
 
     @register_lowering(op, type_promotion_kind=None)
     def lowering(left: Any, right: Any, *others: Any, out_dtype: Any = None, **options: Any) -> Any:
-        if out_dtype is None:
-            *others, out_dtype = others
-        *_, added, bias = given = (left, right, *others)
+        rest = list(others)
+        out_dtype = rest.pop() if out_dtype is None else out_dtype
+        *_, added, bias = given = (left, right, *rest)
         # C++ knows no name to call it by, and asks Python; Inductor writes tensors first, then what is not one.
         if V.graph.cpp_wrapper or (added is None and bias is not None):
             return fallback(*given, out_dtype, **options)

@@ -54,7 +54,7 @@ def _tiles_lowering(x: Any, enc: Any, factor: float, four_over_six: bool) -> Any
     if not _is_store(x):
         return _tiles_fallback(x, enc, factor, four_over_six)
     rows, cols = x.get_size()
-    parts = []
+    parts: list[Any] = []
     for transpose, k in ((False, cols), (True, rows)):
         parts += _stored(x, enc, factor, [SIZE, SIZE], transpose, False, None, 0, four_over_six, k)
     return tuple(parts)

@@ -1,10 +1,10 @@
 """The operations that are FP8 gemms on a GPU, seen as one.
 
-    aten._scaled_mm          left @ right * scale_left * scale_right + bias            K contiguous, any scales
-    fp8_compile.cublaslt_mm  left @ right * scale_left * scale_right + bias + added    any layout where the GPU can read
-                                                                                       it, one scale per tensor
-    fp8_compile.cublaslt_mx_mm  the same with a scale for each 32 values along K
-    fp8_compile.cublaslt_nvfp4_mm  alpha * left @ right^T + bias + added, with a scale for each 16 values of 4 bits
+aten._scaled_mm          left @ right * scale_left * scale_right + bias            K contiguous, any scales
+fp8_compile.cublaslt_mm  left @ right * scale_left * scale_right + bias + added    any layout where the GPU can read
+                                                                                   it, one scale per tensor
+fp8_compile.cublaslt_mx_mm  the same with a scale for each 32 values along K
+fp8_compile.cublaslt_nvfp4_mm  alpha * left @ right^T + bias + added, with a scale for each 16 values of 4 bits
 """
 
 from __future__ import annotations

@@ -36,8 +36,9 @@ class PairNvfp4(GraphPass):
 
     Each quantize is a store in the kernel that computes its tensor, and those of a tensor that are in the same half of
     the graph are in one kernel, with one read. Both operands of a gemm have K contiguous: forward writes a weight in
-    both layouts, and saves the one that backward reads. Forward saves for backward what a weight's gradient reads of an input, unless backward computes the input
-    anyway. What is not a multiple of 32 is filled up with zeros, on the way into that kernel.
+    both layouts, and saves the one that backward reads. Forward also saves what a weight's gradient reads of an input,
+    unless backward computes the input anyway. What is not a multiple of 32 is filled up with zeros, on the way into
+    that kernel.
 
     A number that the scale of a tensor is multiplied by becomes the kernel's own, and the seeds of a graph are drawn
     together: small tensors would each be a kernel of their own.
@@ -66,9 +67,10 @@ def _draw_together(graph: fx.Graph, quantizes: list[fx.Node]) -> None:
         return
     first = drawn[0]
     least, most, _ = arguments(first)
+    options: dict[str, Any] = dict(first.kwargs)
     with graph.inserting_before(first):
-        together = emit(graph, aten.randint.low, least, most, [len(drawn)], like=first, **first.kwargs)
-        parts = [emit(graph, aten.slice.Tensor, together, 0, place, place + 1, like=first) for place in range(len(drawn))]
+        together = emit(graph, aten.randint.low, least, most, [len(drawn)], like=first, **options)
+        parts = [emit(graph, aten.slice.Tensor, together, 0, i, i + 1, like=first) for i in range(len(drawn))]
     for seed, part in zip(drawn, parts):
         seed.replace_all_uses_with(part)
         graph.erase_node(seed)

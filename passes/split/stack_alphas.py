@@ -44,7 +44,7 @@ def _chain(alpha: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node] | None:
     """What an alpha is computed from, in order; None if a number of it is more than a part of what was there."""
     found = [alpha]
     for node in found:
-        if not torch.Tag.pointwise in op_tags(node) and node.target not in VIEWS | PARTS or len(found) > MOST:
+        if torch.Tag.pointwise not in op_tags(node) and node.target not in VIEWS | PARTS or len(found) > MOST:
             return None
         found += [one for one in node.all_input_nodes if not _is_there(one) and one not in found]
     return sorted(found, key=order.__getitem__)

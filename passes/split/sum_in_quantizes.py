@@ -25,8 +25,8 @@ aten, prims = torch.ops.aten, torch.ops.prims
 
 
 class SumInQuantizes(GraphPass):
-    """Replace the sum over the rows of a gradient that is quantized by one scale, in MXFP8 or in NVFP4,
-    once the graph is split.
+    """Replace the sum over the rows of a gradient that is quantized by one scale, in MXFP8 or in NVFP4, once
+    the graph is split.
 
     Before:  db: bf16[N] = sum(dy, [0])                                   dy: bf16[M, N]
     After:   tiles: fp32[M / 64, N] = fp8_compile.sum_tiles(dy)           fused into the kernel that quantizes dy

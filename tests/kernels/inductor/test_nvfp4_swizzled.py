@@ -30,9 +30,7 @@ def quantized(gate: Tensor, up: Tensor, weight: Tensor, table: Tensor, seeds: Te
 
 
 @pytest.mark.parametrize("rows, cols, capability", [(128, 256, 100), (96, 32, 120)])
-def test_codes_and_scales_of_the_generated_code_are_those_of_the_formula(
-    rows: int, cols: int, capability: int
-) -> None:
+def test_codes_and_scales_of_the_generated_code_are_those_of_the_formula(rows: int, cols: int, capability: int) -> None:
     torch.manual_seed(rows + cols)
     gate, up, weight = torch.randn(rows, cols), torch.randn(rows, cols), torch.randn(cols, rows)
     gate[3, 5], up[40, 20], gate[0, :32] = torch.nan, torch.inf, 0

@@ -192,9 +192,7 @@ def test_blocks_that_are_multiplied_in_mxfp8_are_of_e4m3_and_rounded_to_nearest(
     assert "no stochastic rounding of blocks" in reason(linear(128, 128, 128), rules)
 
 
-@pytest.mark.parametrize(
-    "field, kept", [("inputs", "grad_input"), ("weights", "grad_weight"), ("gradients", "output")]
-)
+@pytest.mark.parametrize("field, kept", [("inputs", "grad_input"), ("weights", "grad_weight"), ("gradients", "output")])
 def test_a_role_that_is_switched_off_leaves_the_one_gemm_that_does_not_read_it(field: str, kept: Gemm) -> None:
     rules = make("cpu", **{f"quantize_{field}": False})
     for gemm in ("output", "grad_input", "grad_weight"):
