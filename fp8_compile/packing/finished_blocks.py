@@ -4,8 +4,8 @@
     pack is computed once more and returns the same from then on: of a model of L blocks, packed in G groups each, about
     G blocks are computed per block instead of G * L / 2.
 
-Every finished block keeps its own output, so that whatever else reads it, such as a decoder's cross-attention, gets what
-it would get. ``LIMIT`` bounds what is kept; blocks beyond it are computed each time.
+Every finished block keeps its own output, so that whatever else reads it, such as a decoder's cross-attention, gets
+what it would get. ``LIMIT`` bounds what is kept; blocks beyond it are computed each time.
 """
 
 from __future__ import annotations

@@ -34,7 +34,9 @@ def logits(model: nn.Module, cache: Any, ids: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"kind": "qwen3"}, WINDOW, {"kind": "gpt2", "n_embd": 64}], ids=["llama", "qwen3", "sliding", "gpt2"]
+    "options",
+    [{}, {"kind": "qwen3"}, WINDOW, {"kind": "gpt2", "n_embd": 64}],
+    ids=["llama", "qwen3", "sliding", "gpt2"],
 )
 @pytest.mark.parametrize("length", [None, 24])
 def test_logits_are_near_those_of_an_exact_cache(options: dict[str, Any], length: int | None) -> None:
@@ -94,7 +96,8 @@ def test_static_scales_come_from_batches_or_from_a_checkpoint(tmp_path: pathlib.
 
     fp8_compile.save_checkpoint(model, tmp_path)
     file = tmp_path / "model.safetensors"
-    scales = {f"model.layers.{index}.self_attn.{side}_scale": torch.tensor([0.02]) for index in range(2) for side in "kv"}
+    names = [f"model.layers.{index}.self_attn.{side}_scale" for index in range(2) for side in "kv"]
+    scales = {name: torch.tensor([0.02]) for name in names}
     save_file({**load_file(file), **scales}, file, metadata={"format": "pt"})
     loaded = fp8_compile.load_checkpoint(speaker(steps=0), tmp_path, kv_cache="fp8_static")
     assert torch.equal(Fp8Cache(loaded).layers[1].value_scales, torch.tensor([0.02, 0.02]))
