@@ -114,9 +114,10 @@ def test_static_scales_come_from_batches_or_from_a_checkpoint(tmp_path: pathlib.
 
 def test_compiled_code_reads_the_bytes_and_gives_what_eager_mode_gives(caplog: pytest.LogCaptureFixture) -> None:
     model = speaker(steps=0, num_hidden_layers=1)
+    pack(model, method="rtn", progress=False)
     ids = torch.randint(0, 320, (2, 15))
     eager = logits(model, Fp8Cache(model, 24), ids)
-    model.forward = torch.compile(model.forward, backend="fp8", options={"exclude": ("*",)})
+    model.forward = torch.compile(model.forward, backend="fp8")
     with caplog.at_level("DEBUG", "fp8_compile.passes"):
         found = logits(model, Fp8Cache(model, 24), ids)
     torch.testing.assert_close(found, eager, rtol=1e-3, atol=1e-3)  # sums in another order, through one layer
