@@ -139,21 +139,22 @@ def test_an_exported_package_has_the_cache_inside(tmp_path: pathlib.Path) -> Non
 
 
 class Step(nn.Module):
-    """One token in, its logits out; the cache is the module's buffers."""
+    """One token in, its logits out; the cache is the module's buffers, and how far it is filled comes with the token:
+    AOTInductor takes a buffer of a single number for a constant."""
 
     def __init__(self, model: nn.Module, length: int) -> None:
         super().__init__()
         self.model, self.cache = model, Fp8Cache(model, length)
         self.cache.early_initialization(1, 2, 16, torch.float32, torch.device("cpu"))
         for index, layer in enumerate(self.cache.layers):
-            for name in ("keys", "values", "cumulative_length"):
+            for name in ("keys", "values"):
                 self.register_buffer(f"{name}_{index}", getattr(layer, name), persistent=False)
         self.eval()
 
     def forward(self, token: Tensor, position: Tensor) -> Tensor:
         for index, layer in enumerate(self.cache.layers):
-            for name in ("keys", "values", "cumulative_length"):
-                setattr(layer, name, getattr(self, f"{name}_{index}"))
+            layer.keys, layer.values = getattr(self, f"keys_{index}"), getattr(self, f"values_{index}")
+            layer.cumulative_length = position[0].clone()
         return self.model(token, position_ids=position[None], past_key_values=self.cache).logits
 
 
