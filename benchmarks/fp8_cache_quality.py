@@ -2,8 +2,8 @@
 
     python benchmarks/fp8_cache_quality.py --steps 200
 
-The model is a small Llama that learns this repository's documents byte by byte first, so that its attention has something
-to look for; the text that is measured was not learned. Every token is predicted through the cache, as in decoding.
+The model is a small Llama that learns this repository's documents byte by byte first, so that its attention has
+something to look for; the text that is measured was not learned. Every token is predicted through the cache.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ LENGTH, BATCH = 128, 16
 
 
 def text() -> Tensor:
-    return torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in sorted(DOCS.glob("*.md")))), dtype=torch.uint8)
+    every = b"".join(file.read_bytes() for file in sorted(DOCS.glob("*.md")))
+    return torch.frombuffer(bytearray(every), dtype=torch.uint8)
 
 
 def learned(train: Tensor, steps: int) -> LlamaForCausalLM:

@@ -1,5 +1,5 @@
-"""Tokens per second and memory of a Llama of 1.1B parameters with random weights: ours, in NVFP4 with the output head and
-the cache in FP8, against llama.cpp with the same NVFP4 weights, and with Q4_K.
+"""Tokens per second and memory of a Llama of 1.1B parameters with random weights: ours, in NVFP4 with the output head
+and the cache in FP8, against llama.cpp with the same NVFP4 weights, and with Q4_K.
 
     python benchmarks/serve_cpu.py --models FOLDER                          writes the models on the first run, 6 GB
     python benchmarks/serve_cpu.py --models FOLDER --threads 1 --clock cpu  on a machine that does other work too

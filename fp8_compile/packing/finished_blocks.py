@@ -4,8 +4,8 @@
     pack is computed once more and returns the same from then on: of a model of L blocks, packed in G groups each, about
     G blocks are computed per block instead of G * L / 2.
 
-Every finished block keeps its own output, so that whatever else reads it, such as a decoder's cross-attention, gets what
-it would get. ``LIMIT`` bounds what is kept; blocks beyond it are computed each time.
+Every finished block keeps its own output, so that whatever else reads it, such as a decoder's cross-attention, gets
+what it would get. ``LIMIT`` bounds what is kept; blocks beyond it are computed each time.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class FinishedBlocks:
         """``names``: of all weights that are to be packed."""
         lists = [name for name, module in root.named_modules() if isinstance(module, nn.ModuleList)]
         outermost = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
-        self.blocks = {
+        self.blocks: dict[str, nn.Module] = {
             f"{name}.{index}": block
             for name in outermost
-            for index, block in enumerate(root.get_submodule(name))  # type: ignore[arg-type]
+            for index, block in enumerate(root.get_submodule(name).children())
         }
         self.left = {block: {name for name in names if name.startswith(f"{block}.")} for block in self.blocks}
         self.finished: list[str] = []
@@ -84,10 +84,10 @@ class FinishedBlocks:
 @contextlib.contextmanager
 def _replaced(block: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     before = vars(block).get("forward")
-    block.forward = forward  # type: ignore[method-assign]
+    block.forward = forward
     try:
         yield
     finally:
         del block.forward
         if before is not None:
-            block.forward = before  # type: ignore[method-assign]
+            block.forward = before

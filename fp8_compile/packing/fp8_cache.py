@@ -84,14 +84,15 @@ def store_fp8(cache: Cache, scales: Scales | None = None) -> None:
     if getattr(cache, "layer_class_to_replicate", None) is not None:
         cache.layer_class_to_replicate = fp8_layer(cache.layer_class_to_replicate)
     exact = []
-    for index, layer in enumerate(cache.layers):
+    layers: list[Any] = cache.layers
+    for index, layer in enumerate(layers):
         kind = fp8_layer(type(layer))
         if kind is type(layer):
             exact.append(type(layer).__name__)
             continue
         if layer.is_initialized:
             raise ValueError("a cache that has keys and values in it can't become an FP8 one; expected an empty cache")
-        cache.layers[index] = made = kind.__new__(kind)
+        layers[index] = made = _rebuilt(type(layer))
         vars(made).update(vars(layer))
         if scales is not None and index in scales:
             made.key_scales, made.value_scales = scales[index]
@@ -121,7 +122,7 @@ def _reduce(layer: Any) -> tuple[Any, ...]:
 
 
 def _rebuilt(kind: type) -> Any:
-    made = fp8_layer(kind)
+    made: Any = fp8_layer(kind)
     return made.__new__(made)
 
 

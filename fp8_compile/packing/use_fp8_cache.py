@@ -55,9 +55,8 @@ class _PrepareCache:
 
     def __call__(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         own = {id(value) for value in model_kwargs.values()}
-        made = type(self.model)._prepare_cache_for_generation(  # type: ignore[operator]
-            self.model, generation_config, model_kwargs, *args, **kwargs
-        )
+        theirs: Any = type(self.model)
+        made = theirs._prepare_cache_for_generation(self.model, generation_config, model_kwargs, *args, **kwargs)
         cache = model_kwargs.get("past_key_values")
         if cache is not None and id(cache) not in own:
             from .fp8_cache import store_fp8
@@ -71,6 +70,7 @@ def cache_scales(model: nn.Module, batches: Iterable[Any]) -> Scales:
     from transformers import DynamicCache
 
     largest: dict[int, list[Tensor]] = {}
+    config: Any = model.config
 
     class Recorder(DynamicCache):
         def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
@@ -81,7 +81,7 @@ def cache_scales(model: nn.Module, batches: Iterable[Any]) -> Scales:
 
     with evaluating(model), torch.no_grad():
         for batch in batches:
-            given = {"past_key_values": Recorder(config=model.config), "use_cache": True}
+            given = {"past_key_values": Recorder(config=config), "use_cache": True}
             if isinstance(batch, Mapping):
                 model(**{**{key: value for key, value in batch.items() if key != "labels"}, **given})
             else:

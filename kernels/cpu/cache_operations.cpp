@@ -10,13 +10,12 @@ constexpr int64_t SCALE_BYTES = 4;  // kernels/fp8_cache.py: SCALE_BYTES
 // As it is where the last dimension is contiguous.
 Read with_contiguous_last(const Tensor& x) { return {x, x.size(-1) <= 1 || x.stride(-1) == 1, x.dtype}; }
 
-const Tensor& checked_mask(const char* op, const Tensor& mask, const int64_t (&whole)[4]) {
+void check_mask(const char* op, const Tensor& mask, const int64_t (&whole)[4]) {
   Shape shape{1, 1, 1, 1};
   for (int64_t d = 0; d < 4; ++d) shape.sizes[d] = mask.dims == 4 && mask.sizes[d] == 1 ? 1 : whole[d];
-  const Dtypes& some = floats();
-  if (mask.dtype == aoti_torch_dtype_bool()) check(op, "mask", mask, only(mask.dtype), {shape});
-  else check(op, "mask", mask, some, {shape});
-  return mask;
+  static const Dtypes masks{{aoti_torch_dtype_bool(), aoti_torch_dtype_float32(), aoti_torch_dtype_bfloat16(),
+                             aoti_torch_dtype_float16(), aoti_torch_dtype_float64()}, 5};
+  check(op, "mask", mask, masks, {shape});
 }
 
 }  // namespace
@@ -68,7 +67,7 @@ Owned attention(const Tensor& query, const Tensor& keys, const Tensor& values, c
   if (key_scales) check(op, "key_scales", *key_scales, fp32(), {{groups}});
   if (value_scales) check(op, "value_scales", *value_scales, fp32(), {{groups}});
   const int64_t whole[4] = {batch, heads, queries, length};
-  if (mask) checked_mask(op, *mask, whole);
+  if (mask) check_mask(op, *mask, whole);
   if (query.code() < 0 || (mask && mask->dtype == aoti_torch_dtype_float64())) throw NoKernel();
   const Read q = with_contiguous_last(query), k = with_contiguous_last(keys), v = with_contiguous_last(values);
   std::optional<Read> by_key, by_value;

@@ -58,5 +58,6 @@ def attention(
             check("fp8_attention", name, scales, FP32, (groups,))
     if mask is not None:
         whole = batch, heads, queries, length
-        check("fp8_attention", "mask", mask, MASKS, tuple(1 if n == 1 else m for n, m in zip(mask.shape, whole)))
+        own = tuple(1 if n == 1 else m for n, m in zip(mask.shape, whole)) if mask.dim() == 4 else whole
+        check("fp8_attention", "mask", mask, MASKS, own)
     return fp8_cache.attention(query, keys, values, key_scales, value_scales, mask, scale, is_causal)

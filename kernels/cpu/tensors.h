@@ -211,7 +211,7 @@ inline std::string tuple_of(const int64_t* values, int64_t count) {
 inline std::string shape_of(const Tensor& tensor) { return tuple_of(tensor.sizes, tensor.dims); }
 
 struct Dtypes {
-  int32_t dtypes[4];
+  int32_t dtypes[5];
   int count;
   bool have(int32_t dtype) const { return std::find(dtypes, dtypes + count, dtype) != dtypes + count; }
   std::string names(const char* between) const {

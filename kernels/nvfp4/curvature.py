@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 ORDERS = ("pivot", "energy", "natural")
+HALVED = 512  # wider triangular matrices are inverted by halves
 
 
 def filled(hessian: Tensor, blocks: Tensor) -> Tensor:
@@ -45,8 +46,20 @@ def inverse_factor(hessian: Tensor) -> Tensor:
     """U with ``U^T U = H^-1``, of a positive definite H."""
     # Reversed, the lower Cholesky factor of H is an upper one; its inverse is the factor of H's inverse.
     factor = torch.linalg.cholesky(hessian.double().flip(0, 1))
-    identity = torch.eye(len(hessian), dtype=torch.float64, device=hessian.device)
-    return torch.linalg.solve_triangular(factor, identity, upper=False).flip(0, 1).to(torch.float32)
+    return _inverse(factor).flip(0, 1).to(torch.float32)
+
+
+def _inverse(lower: Tensor) -> Tensor:
+    """Of a lower triangular matrix, by halves: products of matrices are faster than solving for an identity."""
+    if len(lower) <= HALVED:
+        identity = torch.eye(len(lower), dtype=lower.dtype, device=lower.device)
+        return torch.linalg.solve_triangular(lower, identity, upper=False)
+    half = len(lower) // 2
+    first, last = _inverse(lower[:half, :half]), _inverse(lower[half:, half:])
+    found = torch.zeros_like(lower)
+    found[:half, :half], found[half:, half:] = first, last
+    found[half:, :half] = -(last @ (lower[half:, :half] @ first))
+    return found
 
 
 def column_order(hessian: Tensor, count: int, order: str) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor
 from fp8_compile.kernels import (  # noqa: F401  define operations
     delayed_scaling,
     experts,
+    fp8_cache,
     fp8_inputs,
     fp8_weight,
     mxfp8,
@@ -98,6 +99,13 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     "fp8_experts_mm_grad": lambda: {
         "grad": torch.ones(M, N), "codes": fp8(E, N, K), "scales": torch.ones(E, N), "which": torch.tensor([1, 2, 5]),
         "rows": "grouped",
+    },
+    "fp8_cache_quantize": lambda: {"x": torch.ones(2, E, M, 16), "scales": torch.ones(E)},
+    "fp8_cache_dequantize": lambda: {"rows": nibbles(2, E, M, 16), "scales": torch.ones(E), "dtype": BF16},
+    "fp8_attention": lambda: {
+        "query": torch.ones(2, 2 * E, 1, 16), "keys": nibbles(2, E, M, 16), "values": nibbles(2, E, M, 16),
+        "key_scales": torch.ones(E), "value_scales": torch.ones(E), "mask": torch.ones(1, 1, 1, M), "scale": 0.1,
+        "is_causal": False,
     },
     "update_scales_": lambda: {
         "amaxes": torch.ones(7), "history": torch.ones(7, 4), "scales": torch.ones(2, 7),
@@ -246,6 +254,10 @@ ALLOWED = {
     *((op, "quant_scale", "fewer dimensions") for op in ("quantize_delayed", "quantize_delayed_mm")),
     ("scaled_mm", "scale_left", "shorter"),  # one scale per row
     *((op, "amaxes", what) for op in ("record_amaxes_", "accumulate_amaxes_") for what in ("shorter", "longer")),
+    *(("fp8_cache_quantize", "x", what) for what in ("shorter", "longer", "nothing")),
+    *(("fp8_cache_dequantize", "rows", what) for what in ("shorter", "longer", "nothing")),
+    *(("fp8_attention", "values", what) for what in ("shorter", "longer", "nothing")),
+    ("fp8_attention", "mask", "dtype"),  # bool
     *((op, "amaxes", "device") for op in ("record_amaxes_", "accumulate_amaxes_")),  # the only tensor but for a list
 }
 
