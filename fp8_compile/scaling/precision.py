@@ -13,15 +13,20 @@ back: its tensor takes its scale from itself at first, as in a first step, and n
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from fp8_compile.kernels.delayed_scaling import RUNS
+from fp8_compile.passes.graph.slot import Slot
 from fp8_compile.torch_internals.modules import unwrap
 
 from .model_state import model_state, scaling_states
 from .requests import Changes
+
+if TYPE_CHECKING:
+    from .state import ScalingState
 
 GEMMS = ("output", "grad_input", "grad_weight")
 HIGH = "high"
@@ -55,10 +60,31 @@ def switch(wanted: Mapping[nn.Module, Gemms]) -> None:
     back = any(model_state(module).high - gemms for module, gemms in changes.items())
     for state in list(scaling_states):
         if any(inner in changes for model in state.models for inner in model.modules()):
-            state.precision_changes(back=back)
+            _forget_unread(state, back=back)
     for module, gemms in changes.items():
         model_state(module).high = gemms
     Changes.note()
+
+
+def _forget_unread(state: ScalingState, *, back: bool) -> None:
+    """Gemms are about to go to high precision; ``back``: some return from there. What nothing has recorded since they
+    went is of long ago, and is forgotten: its next run takes the scale from the tensor itself."""
+    runs = runs_by_slot(state)
+    if back and state.runs_before is not None:
+        for slot, place in state.trained():
+            if state.runs_before.get(slot, 0) == runs[slot]:
+                state.tables[place.table].forget(place.row)
+                state.epoch += 1
+        state.runs_before = None
+    if state.runs_before is None:
+        state.runs_before = runs_by_slot(state)
+
+
+def runs_by_slot(state: ScalingState) -> dict[Slot, int]:
+    """How many runs have recorded each slot. Waits for the device."""
+    state.settle()
+    counts = [table.counts[RUNS].tolist() for table in state.tables]
+    return {slot: counts[place.table][place.row] for slot, place in state.trained()}
 
 
 def saved_precision(model: nn.Module | None) -> dict[str, Tensor]:

@@ -75,7 +75,7 @@ class ScalingState:
         self.epoch = 0  # goes up when histories are replaced: what relied on them has to look again
         self.updates = 0  # of all tables at once, where amaxes are held until the optimizer's step
         self._weights: WeightCache | None = None
-        self._runs_before: dict[Slot, int] | None = None  # of each slot, when gemms went to high precision
+        self.runs_before: dict[Slot, int] | None = None  # of each slot, when gemms went to high precision
         scaling_states.add(self)
 
     def settle(self) -> None:
@@ -233,30 +233,8 @@ class ScalingState:
             if slot in places:
                 self.tables[places[slot].table].set_row(places[slot].row, row)
         self._saved.waiting = {slot: row for slot, row in rows.items() if slot not in places}
-        self._runs_before = self._runs_by_slot() if any(wanted.values()) else None
+        self.runs_before = precision.runs_by_slot(self) if any(wanted.values()) else None
         self.epoch += 1
-
-    def precision_changes(self, *, back: bool) -> None:
-        """Gemms are about to go to high precision; ``back``: some return from there. What nothing has recorded since
-        they went is of long ago, and is forgotten."""
-        if back and self._runs_before is not None:
-            self._forget(slot for slot, runs in self._runs_by_slot().items() if self._runs_before.get(slot, 0) == runs)
-            self._runs_before = None
-        if self._runs_before is None:
-            self._runs_before = self._runs_by_slot()
-
-    def _runs_by_slot(self) -> dict[Slot, int]:
-        """How many runs have recorded each slot. Waits for the device."""
-        self.settle()
-        counts = [table.counts[RUNS].tolist() for table in self.tables]
-        return {slot: counts[place.table][place.row] for slot, place in self.trained()}
-
-    def _forget(self, slots: Iterable[Slot]) -> None:
-        """Take tensors for new: their next run takes the scale from the tensor itself."""
-        for slot in slots:
-            place = self._places[slot, False]
-            self.tables[place.table].forget(place.row)
-            self.epoch += 1
 
     def prime(self, calibration: KnowsAmaxes) -> None:
         """Let inputs begin with the amaxes of a calibration, as if a run had seen them: of slots that are there, and
