@@ -27,6 +27,7 @@ from .mx_swizzled import label_of, part_of, rows_and_columns, up
 from .scatter import scatter_into
 
 TILE_NVFP4 = "tile_nvfp4"  # a StoreMode begins with it, followed by the arguments of ``store_nvfp4``
+_sizes: dict[str, Any] = {}  # by their text, which is what a mode can hold: those of a dynamic shape are symbols
 IMPORT = "from fp8_compile.kernels.gpu import nvfp4_tile"
 _fallback = fallback_handler(quantize_nvfp4_swizzled_op, add_to_fallback_set=False)
 _tiles_fallback = fallback_handler(quantize_nvfp4_tiles_op, add_to_fallback_set=False)
@@ -100,7 +101,9 @@ def _stored(
             found = ops.where(ops.ge(number, ops.constant(0.0, torch.float32)), found, number)
         return found
 
-    words = (enc_name, enc_at, seed_name, seed_at, V.graph.sizevars.simplify(numbered), factor.hex())
+    key = str(numbered).replace(" ", "")
+    _sizes[key] = sympy.sympify(numbered)
+    words = (enc_name, enc_at, seed_name, seed_at, key, factor.hex())
     flags = (transpose, block[0] == SIZE, rotated, seed is not None, four_over_six)
     mode: Any = " ".join([TILE_NVFP4, *map(str, words), str(stream), *(str(int(flag)) for flag in flags)])
     scatter_into(buffer, values, [rows, cols], label_of(cols), mode)
@@ -147,7 +150,7 @@ def _store(self: Any, original: Any, name: str, index: Any, value: Any, mode: An
         "k_at": f"{along.prefix}offset",
         "outer": sizes[0],
         "k": sizes[1],
-        "numbered": numbered,
+        "numbered": self.index_to_str(_sizes[numbered]),
         "TURN": transpose != (rows.tensor_dim == 1),
         "FACTOR": float.fromhex(factor),
         "SQUARE": square,
