@@ -1,4 +1,4 @@
-"""Quantization-aware training: win back what packing to NVFP4 costs, in plain PyTorch, on the CPU.
+"""Quantization-aware training: how much of what packing to NVFP4 costs comes back, in plain PyTorch, on the CPU.
 
     python examples/qat_nvfp4.py [--steps 400] [--tune 200]
 
@@ -7,8 +7,8 @@ for some steps with ``recipe="nvfp4", backward="dequantized"``: the forward comp
 and the gradients are exact ones of that forward. ``pack(scales="training")`` packs on the very grid of that forward, so
 that nothing is lost on the way to serving.
 
-The model that is trained on in FP32 for as many steps is beside it: more steps alone make a better model, but one that
-loses as much when it is rounded.
+The model that is trained on in FP32 for as many steps is beside it: more steps alone make a better model, too, which
+loses something when it is rounded. A model that is hardly trained loses next to nothing.
 """
 
 from __future__ import annotations
