@@ -86,13 +86,14 @@ def store_fp8(cache: Cache, scales: Scales | None = None) -> None:
     exact = []
     layers: list[Any] = cache.layers
     for index, layer in enumerate(layers):
-        kind = fp8_layer(type(layer))
-        if kind is type(layer):
-            exact.append(type(layer).__name__)
+        own: Any = type(layer)
+        kind = fp8_layer(own)
+        if kind is own:
+            exact.append(own.__name__)
             continue
         if layer.is_initialized:
             raise ValueError("a cache that has keys and values in it can't become an FP8 one; expected an empty cache")
-        layers[index] = made = _rebuilt(type(layer))
+        layers[index] = made = _rebuilt(own)
         vars(made).update(vars(layer))
         if scales is not None and index in scales:
             made.key_scales, made.value_scales = scales[index]
