@@ -57,8 +57,8 @@ class StatsTable(Sequence[StatsRow]):
 
     def __str__(self) -> str:
         counted = ("steps", "saturated", "small", "elements", "overflow", "underflow")
-        header = ("slot", *counted, "amax", "scale", "SQNR dB")
-        cells = [
+        header: tuple[str, ...] = ("slot", *counted, "amax", "scale", "SQNR dB")
+        cells: list[tuple[str, ...]] = [
             (
                 row.slot,
                 *map(str, (row.steps, row.saturated, row.small)),
