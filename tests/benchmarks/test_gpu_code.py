@@ -133,11 +133,11 @@ def test_the_estimate_is_the_longer_of_memory_and_arithmetic_plus_a_launch(launc
     assert gpu_code.estimated_seconds(Step((launch, launch), "", ""), MACHINE) == pytest.approx(2 * (seconds + 3e-6))
 
 
-def test_blockwise_is_lowered_for_an_h100_and_estimated_for_it_alone() -> None:
-    assert "fp8 blockwise" in gpu_code.variants(90, ["blockwise"])
-    assert "fp8 blockwise" not in gpu_code.variants(100, ["blockwise"])
+def test_mxfp8_is_lowered_for_blackwells_and_estimated_for_them_alone() -> None:
+    assert "fp8 mxfp8" in gpu_code.variants(100, ["mxfp8"])
+    assert "fp8 mxfp8" not in gpu_code.variants(90, ["mxfp8"])
     step = Step((Launch("mm", "gemm", 10**6, 10**9),), "", "")
-    assert gpu_code.estimates(step, "blockwise") == {"H100": pytest.approx(0.004), "B200": None}
+    assert gpu_code.estimates(step, "mxfp8") == {"H100": None, "B200": pytest.approx(0.003, abs=5e-4)}
     assert None not in gpu_code.estimates(step, "delayed").values()
 
 
@@ -149,14 +149,16 @@ def made_up(gpu: Any, block: str, **arguments: Any) -> Step:
 
 def test_the_table_compares_with_torchao_tensorwise(monkeypatch, capsys) -> None:
     monkeypatch.setattr(gpu_code, "lower", made_up)
-    monkeypatch.setattr(sys, "argv", ["gpu_code.py", "--blocks", "gqa", "--recipes", "delayed", "blockwise"])
+    monkeypatch.setattr(sys, "argv", ["gpu_code.py", "--cc", "100", "--blocks", "gqa", "--recipes", "delayed", "mxfp8"])
     gpu_code.main()
     lines = capsys.readouterr().out.splitlines()
     assert "a model, not a measurement" in lines[1]
     assert [line.split()[0] for line in lines[3:]] == 5 * ["gqa"]
     assert lines[3].split()[1:8] == ["torchao", "tensorwise", "1", "1", "0", "2.0", "1.00"]
-    assert lines[-2].split()[1:8] == ["fp8", "delayed", "1", "1", "0", "1.0", "0.50"]
-    assert lines[-1].split()[-1] == "-"
+    (delayed,) = (line for line in lines if "fp8 delayed" in line)
+    (mxfp8,) = (line for line in lines if "fp8 mxfp8" in line)
+    assert delayed.split()[1:8] == ["fp8", "delayed", "1", "1", "0", "1.0", "0.50"]
+    assert mxfp8.split()[-2] == "-"
 
 
 def test_json_has_the_rows_of_the_table(monkeypatch, capsys) -> None:
@@ -164,8 +166,9 @@ def test_json_has_the_rows_of_the_table(monkeypatch, capsys) -> None:
     monkeypatch.setattr(sys, "argv", ["gpu_code.py", "--cc", "100", "--blocks", "gelu", "--json"])
     gpu_code.main()
     table = json.loads(capsys.readouterr().out)
-    assert [row["variant"] for row in table][-4:] == ["fp8 delayed", "fp8 tensorwise", "fp8 rowwise", "fp8 mxfp8"]
-    assert [row["ratio"] for row in table] == [1.0, 1.0, 0.5, 0.5, 0.5, 0.5, 0.5]
+    recipes = ["delayed", "tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4"]
+    assert [row["variant"] for row in table][3:] == [f"fp8 {recipe}" for recipe in recipes]
+    assert [row["ratio"] for row in table] == [1.0, 1.0, 0.5, *6 * [0.5]]
 
 
 def test_a_pass_can_be_left_out_by_its_name() -> None:

@@ -55,3 +55,19 @@ def test_codes_and_scales_of_the_generated_code_are_those_of_the_formula(rows: i
 
 def _pairs(results: tuple[Tensor, ...]) -> list[tuple[Tensor, Tensor]]:
     return list(zip(results[::2], results[1::2]))
+
+
+def filled(x: Tensor, enc: Tensor, seed: Tensor) -> tuple[Tensor, Tensor]:
+    rows = x.shape[0]
+    full = torch.nn.functional.pad(x, (0, 0, 0, -rows % 32))
+    return quantize(full, enc, 0.25, ROWS, True, True, seed, 1, False, rows + -rows % 16)
+
+
+def test_a_number_of_tokens_that_is_known_only_when_it_runs_is_filled_up() -> None:
+    torch.manual_seed(0)
+    x, enc, seed = torch.randn(40, 32), torch.full((1, 1), 50.0), torch.tensor([3])
+    torch._dynamo.mark_dynamic(x, 0)
+    with compiled_for_gpu(HEURISTIC_BLOCKS, 100):
+        results = torch.compile(filled, backend="inductor")(x, enc, seed)
+    for actual, expected in zip(results, filled(x, enc, seed), strict=True):
+        assert torch.equal(actual.view(torch.uint8), expected.view(torch.uint8))
