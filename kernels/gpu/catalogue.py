@@ -43,7 +43,10 @@ class Entry:
         """Compile for a target of ``ahead_of_time.TARGETS``."""
         fp8 = f"*{fp8_type(target, format)}"
         types = {name: fp8 if type == "*fp8" else type for name, type in self.types.items()}
-        return ahead_of_time.compile_for(target, self.kernel, types, self.constants, num_warps=self.num_warps)
+        constants = dict(self.constants)
+        if "HARDWARE" in constants:  # instructions that only Blackwells have
+            constants["HARDWARE"] = target in ("cuda:100", "cuda:120")
+        return ahead_of_time.compile_for(target, self.kernel, types, constants, num_warps=self.num_warps)
 
 
 def fp8_type(target: str, format: str) -> str:
