@@ -22,12 +22,13 @@ from fp8_compile.torch_internals.dynamo import reset_code
 from fp8_compile.torch_internals.graphs import real_tensors
 
 from . import precision
+from .frozen_reach import reach_of
 from .layout import Layout, Prefix
 from .model_state import model_state, scaling_states
 from .recorder import RunRecorder
 from .requests import Changes, Requests
 from .saved_slots import Row, SavedSlots, check_fits, read_slots
-from .stats import StatsRow, StatsTable, in_words, stats_row
+from .stats import StatsTable, in_words, stats_row
 from .table import Table, TableKind
 
 if TYPE_CHECKING:
@@ -288,12 +289,7 @@ class ScalingState:
         """The magnitude that the frozen scale of an input or a weight reaches to; None: its scale is not frozen."""
         if slot.role is Role.GRAD_OUTPUT or self.frozen is None:
             return None
-        found = self.frozen.get(str(slot), self.frozen.get(slot.layer) if slot.role is Role.INPUT else None)
-        if found is None:  # inference may come from another frame than training: the only use there is that one
-            name, operand = _without_use(str(slot))
-            others = [reach for other, reach in self.frozen.items() if _without_use(other) == (name, operand)]
-            found = others[0] if len(others) == 1 else None
-        return found
+        return reach_of(slot, self.frozen)
 
     def begin_graph(self, frame: str, compilation: Any) -> str:
         """A name for the graph that a compilation makes of a frame: the frame's; where one compilation makes several
@@ -316,14 +312,8 @@ class ScalingState:
     def stats(self) -> StatsTable:
         """One row per slot: what was saturated, what was flushed to zero, amax, scale, signal to quantization noise."""
         self.settle()
-        return StatsTable(self._stats_rows())
-
-    def _stats_rows(self) -> list[StatsRow]:
-        rows = []
-        for slot, place in self.slots():
-            table, row = self.tables[place.table], place.row
-            rows.append(stats_row(self._shown(slot, table), table, row))
-        return rows
+        places = [(slot, self.tables[place.table], place.row) for slot, place in self.slots()]
+        return StatsTable([stats_row(self._shown(slot, table), table, row) for slot, table, row in places])
 
     @staticmethod
     def _shown(slot: Slot, table: Table) -> str:
@@ -397,12 +387,6 @@ class ScalingState:
             table.set_row(row, saved)
         else:
             self._prime(slot, table, row)
-
-
-def _without_use(slot: str) -> tuple[str, str]:
-    """``("blocks.0.up", "input")`` of ``blocks.0.up#0.input``."""
-    name, _, rest = slot.rpartition("#")
-    return name, rest.partition(".")[2]
 
 
 def _rows_by_table(places: Iterable[Place]) -> dict[int, list[int]]:
