@@ -25,6 +25,7 @@ from fp8_compile.kernels.fp8_weight import FP8Weight
 from fp8_compile.kernels.nvfp4.weight import NVFP4Weight
 from fp8_compile.kernels.nvfp4_training import FOUR_OF_SIX, SIZE, global_scale, quantize_nvfp4_op
 from fp8_compile.kernels.quantize import WHOLE, block_amax, quantize_op
+from fp8_compile.passes.graph.weight_grid import POWER_BLOCKS
 from fp8_compile.scaling.training_grids import TrainingGrid
 
 from .formats import FP8, FP8_BLOCKS, MXFP8, NVFP4, Format
@@ -45,6 +46,11 @@ class Recipe(NamedTuple):
 
 def recipe_of(name: str, grid: TrainingGrid) -> Recipe:
     """What packs a weight that was trained so; a ValueError that names it where no packed format holds its grid."""
+    if grid.recipe == POWER_BLOCKS:
+        raise ValueError(
+            f"{name}: on this GPU recipe='blockwise' has scales that are powers of two, which no packed format rounds "
+            "inputs by; train with recipe='mxfp8', or pack without scales='training'"
+        )
     if grid.recipe not in RECIPES:
         raise ValueError(
             f"{name}: recipe={grid.recipe!r} takes the scale of every input from the input as a whole, which no packed "

@@ -9,6 +9,8 @@ import torch
 
 from .slot import TensorUse
 
+POWER_BLOCKS = "blockwise by powers of two"  # as compute capability 10.0 and newer multiply recipe="blockwise"
+
 
 @dataclasses.dataclass(frozen=True)
 class WeightGrid:

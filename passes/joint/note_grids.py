@@ -19,7 +19,7 @@ from ..graph.roles import Role, is_backward
 from ..graph.rules import Rules
 from ..graph.slot import TensorUse, state_of
 from ..graph.views import CASTS, RESHAPES, is_call_of
-from ..graph.weight_grid import WeightGrid
+from ..graph.weight_grid import POWER_BLOCKS, WeightGrid
 from ..graph_pass import GraphPass, PassReport
 
 QUANTIZES = (quantize_op, quantize_mx_op, quantize_nvfp4_op)
@@ -73,7 +73,11 @@ class NoteGrids(GraphPass):
         else:
             format, scaled_before = format_of(arguments(quantize)[1]), delayed
         four_over_six = self.rules.four_over_six and quantize.target is quantize_nvfp4_op
-        recipe = "tensorwise" if self.rules.recipe == "delayed" and not delayed else self.rules.recipe
+        recipe = self.rules.recipe
+        if recipe == "delayed" and not delayed:
+            recipe = "tensorwise"
+        elif recipe == "blockwise" and quantize.target is quantize_mx_op:
+            recipe = POWER_BLOCKS
         return WeightGrid(argument, recipe, str(format), via, scaled_before, four_over_six, weight, read)
 
 
