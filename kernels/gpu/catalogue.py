@@ -177,6 +177,16 @@ CATALOGUE: dict[str, Callable[[], Entry]] = {
 # Kernels that do more than stream a tensor: what holds for the code of the others need not hold for theirs.
 PRODUCTS: dict[str, Callable[[], Entry]] = {
     "nvfp4_pack, swizzled": lambda: _nvfp4_pack(swizzled=True),
+    "nvfp4_matmul, 1 row": lambda: _nvfp4_matmul(1),
+    "nvfp4_matmul, 64 rows": lambda: _nvfp4_matmul(64),
+    "nvfp4_grad, 16 rows": lambda: _nvfp4_grad(16),
+    "nvfp4_grad, 64 rows": lambda: _nvfp4_grad(64),
+    "fp8_weight_grad, 16 rows": lambda: _fp8_weight_grad(16),
+    "fp8_weight_grad, 64 rows": lambda: _fp8_weight_grad(64),
+}
+
+# Kernels of compute capability 10.0 and newer: they have instructions for E2M1, and no other compiler takes them.
+BLACKWELL: dict[str, Callable[[], Entry]] = {
     "quantize_nvfp4 1x16, nearest": lambda: _quantize_nvfp4(),
     "quantize_nvfp4 16x16, transposed, nearest": lambda: _quantize_nvfp4(block=(16, 16), transpose=True),
     "quantize_nvfp4 1x16, rotated, nearest": lambda: _quantize_nvfp4(transpose=True, rotated=True),
@@ -186,10 +196,4 @@ PRODUCTS: dict[str, Callable[[], Entry]] = {
     "quantize_nvfp4 16x16, transposed, four over six": lambda: _quantize_nvfp4(
         block=(16, 16), transpose=True, four_over_six=True
     ),
-    "nvfp4_matmul, 1 row": lambda: _nvfp4_matmul(1),
-    "nvfp4_matmul, 64 rows": lambda: _nvfp4_matmul(64),
-    "nvfp4_grad, 16 rows": lambda: _nvfp4_grad(16),
-    "nvfp4_grad, 64 rows": lambda: _nvfp4_grad(64),
-    "fp8_weight_grad, 16 rows": lambda: _fp8_weight_grad(16),
-    "fp8_weight_grad, 64 rows": lambda: _fp8_weight_grad(64),
 }

@@ -10,7 +10,7 @@ import pytest
 from triton.compiler import CompiledKernel
 
 from fp8_compile.kernels.gpu.ahead_of_time import TARGETS, compile_for, facts_of
-from fp8_compile.kernels.gpu.catalogue import CATALOGUE, PRODUCTS, fp8_type
+from fp8_compile.kernels.gpu.catalogue import BLACKWELL, CATALOGUE, PRODUCTS, fp8_type
 
 each_target = pytest.mark.parametrize("target", TARGETS)
 each_kernel = pytest.mark.parametrize("name", CATALOGUE)
@@ -51,10 +51,10 @@ def test_both_formats_have_their_conversion_and_wide_stores(format: str, target:
     assert facts.fp8_conversions > 0 and facts.wide_stores > 0 and facts.spills == 0
 
 
-@pytest.mark.parametrize("name", [*CATALOGUE, *PRODUCTS])
+@pytest.mark.parametrize("name", [*CATALOGUE, *PRODUCTS, *BLACKWELL])
 def test_a_size_of_1_is_a_constant_that_a_kernel_can_take(name: str) -> None:
     """The JIT makes one of it; the interpreter doesn't."""
-    entry = (CATALOGUE | PRODUCTS)[name]()
+    entry = (CATALOGUE | PRODUCTS | BLACKWELL)[name]()
     sizes = {size: 1 for size, type in entry.types.items() if type in ("i32", "i64")}
     assert sizes
     dataclasses.replace(entry, constants=entry.constants | sizes).compiled("cuda:90")

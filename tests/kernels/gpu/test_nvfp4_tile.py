@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fp8_compile.kernels.gpu import nvfp4_tile, tile
 from fp8_compile.kernels.gpu.ahead_of_time import compile_for, facts_of
-from fp8_compile.kernels.gpu.catalogue import PRODUCTS
+from fp8_compile.kernels.gpu.catalogue import BLACKWELL
 from fp8_compile.kernels.mx_swizzled import unswizzle
 from fp8_compile.kernels.nvfp4_swizzled import quantize_nvfp4_swizzled, quantize_nvfp4_swizzled_op
 from fp8_compile.kernels.nvfp4_training import quantize_nvfp4
@@ -73,13 +73,10 @@ def test_the_operation_gives_the_codes_of_a_cpu_and_their_scales_in_the_hardware
         assert torch.equal(here[:rows, : half // 8], scales.view(torch.uint8)) and not here[:, half // 8 :].any()
 
 
-NAMES = [name for name in PRODUCTS if name.startswith("quantize_nvfp4")]
-
-
 @pytest.mark.parametrize("target", ["cuda:100", "cuda:120"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", BLACKWELL)
 def test_nothing_spills_and_e2m1_is_rounded_by_the_hardwares_instruction(name: str, target: str) -> None:
-    compiled = PRODUCTS[name]().compiled(target)
+    compiled = BLACKWELL[name]().compiled(target)
     ptx = compiled.asm["ptx"]
     assert facts_of(compiled).spills == 0
     assert ("cvt.rn.satfinite.e2m1x2.f32" in ptx) == ("random" not in name)
@@ -87,5 +84,5 @@ def test_nothing_spills_and_e2m1_is_rounded_by_the_hardwares_instruction(name: s
 
 
 def test_a_tile_can_be_squeezed_until_it_spills() -> None:
-    entry = PRODUCTS[NAMES[0]]()
+    entry = BLACKWELL["quantize_nvfp4 1x16, nearest"]()
     assert facts_of(compile_for("cuda:100", entry.kernel, entry.types, entry.constants, num_warps=4, maxnreg=32)).spills
