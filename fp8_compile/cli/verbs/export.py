@@ -32,7 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, default=1, help="of a Hugging Face model's input (default 1)")
     parser.add_argument("--tokens", type=int, default=128, help="of a Hugging Face model's input (default 128)")
     parser.add_argument(
-        "--weights", choices=("nvfp4", "fp8", "fp8_blocks", "none"), default="nvfp4", help="default nvfp4"
+        "--weights",
+        choices=("nvfp4", "fp8", "fp8_blocks", "mxfp8", "none"),
+        default="nvfp4",
+        help="default nvfp4",
     )
     parser.add_argument("--method", help="how NVFP4 scales are chosen (default sweep; rtn is fastest)")
     parser.add_argument(

@@ -26,7 +26,7 @@ HELP = "pack a Hugging Face folder to NVFP4 or FP8"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", type=Path, metavar="SRC", help="a folder with config.json and *.safetensors")
     parser.add_argument("target", type=Path, metavar="DST", help="the folder to write; made where it does not exist")
-    parser.add_argument("--format", default="nvfp4", help="nvfp4 (default), fp8 or fp8_blocks")
+    parser.add_argument("--format", default="nvfp4", help="nvfp4 (default), fp8, fp8_blocks or mxfp8")
     parser.add_argument("--method", help="how NVFP4 is chosen (default sweep, with --calibration gptq; rtn is fastest)")
     parser.add_argument("--calibration", type=Path, metavar="FILE", help="text to run the model on, UTF-8")
     parser.add_argument("--activations", help="fp8: store static scales of FP8 inputs; needs --calibration")

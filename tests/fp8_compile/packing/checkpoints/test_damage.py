@@ -90,7 +90,7 @@ CHANGES: dict[str, tuple[str, Callable[[Tensors], Any], str]] = {
         "fp8", lambda t: t.update({"a.weight": t["a.weight"][0, 0].clone()}), r"a: expected FP8 .*float8_e4m3fn \(\)"
     ),
     "scales of bytes": (
-        "fp8", lambda t: t.update({"a.weight_scale": torch.ones(48, dtype=torch.uint8)}), "a: expected FP8 .*uint8"
+        "fp8", lambda t: t.update({"a.weight_scale": torch.ones(48, dtype=torch.uint8)}), "a: expected MXFP8, .*uint8"
     ),
     "a scale that is not a number": (
         "fp8", lambda t: t.update({"a.weight_scale": torch.full((48,), torch.nan)}), "a: its weight_scale .* not finite"

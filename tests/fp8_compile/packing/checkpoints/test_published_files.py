@@ -50,7 +50,8 @@ def test_scales_of_a_cache_are_passed_over_with_one_line(tmp_path: pathlib.Path,
     with caplog.at_level(logging.INFO, "fp8_compile"):
         other = load_checkpoint(llama(), tmp_path)
     assert [one.message for one in caplog.records if "cache" in one.message] == [
-        f"{ATTENTION}.k_proj.k_scale and 1 other scales of an FP8 key-value cache are not used"
+        f"{ATTENTION}.k_proj.k_scale and 1 other scales of an FP8 key-value cache are not used; "
+        "kv_cache='fp8_static' uses them"
     ]
     assert torch.equal(other(IDS).logits, model(IDS).logits)
 
