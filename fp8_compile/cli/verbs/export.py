@@ -39,7 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--method", help="how NVFP4 scales are chosen (default sweep; rtn is fastest)")
     parser.add_argument(
-        "--activations", choices=("int8", "fp8"), help="round inputs too: int8 with nvfp4 weights, fp8 with fp8 ones"
+        "--activations",
+        choices=("int8", "fp8", "mxfp8"),
+        help="round inputs too: int8 with nvfp4 weights, fp8 with fp8 ones, mxfp8 (which it needs) with mxfp8 ones",
     )
     parser.add_argument(
         "--calibration", metavar="MODULE:FACTORY", help="batches to choose NVFP4 weights and FP8 input scales by"
