@@ -6,8 +6,9 @@ A byte language model learns the sources of the standard library. All runs of a 
 the same batches. The learning rate rises for a tenth of the steps and falls to 0 in the last fifth. The number is the
 mean loss of the last 50 steps over that of FP32, for each seed. ``+late``: the forward gemms of the last fifth of the
 steps are in high precision (``fp8_compile.set_precision``). ``fp32``: FP32 again, with weights that differ by a
-millionth at the beginning: what it shows is the noise of the comparison. Blocks are compiled one by one, which is what
-makes many runs affordable.
+millionth at the beginning: what it shows is the noise of the comparison. ``formula``: MXFP8 in plain PyTorch, by the
+formulas of ``kernels/mxfp8.py`` in an autograd function, uncompiled: what ``mxfp8`` has to equal on the same weights.
+Blocks are compiled one by one, which is what makes many runs affordable.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from torch import Tensor
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "examples"))
 import fp8_compile  # noqa: E402
 from byte_lm import ByteLM, batches, stdlib_text  # noqa: E402
+from fp8_compile.kernels.mxfp8 import dequantize_mx, quantize_mx  # noqa: E402
 
 BATCH, TIME, LAST = 8, 64, 50
 
@@ -61,8 +63,11 @@ def train(model: Any, data: list[tuple[Tensor, Tensor]], recipe: str | None) -> 
             for parameter in model.parameters():
                 parameter.mul_(1 + 1e-6 * torch.randn_like(parameter))
         recipe = None
+    if name == "formula":
+        recipe = None
+        _use_formula(model)
     options: dict[str, Any] = {"backend": "fp8", "options": {"recipe": name}} if recipe else {}
-    for block in model.blocks:
+    for block in model.blocks if name != "formula" else ():
         block.compile(**options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(step / len(data)))
@@ -77,6 +82,37 @@ def train(model: Any, data: list[tuple[Tensor, Tensor]], recipe: str | None) -> 
         optimizer.zero_grad()
         losses.append(loss.item())
     return statistics.mean(losses[-LAST:])
+
+
+class MXFP8Linear(torch.autograd.Function):
+    """``x @ w^T`` and its gradients, each operand rounded to MXFP8 along the contraction."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return _rounded(x, (1, 32)) @ _rounded(w, (32, 32)).t()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        (x, w), (grad,) = ctx.saved_tensors, grads
+        return (
+            _rounded(grad, (1, 32)) @ _rounded(w, (32, 32)),
+            _rounded(grad, (32, 1)).t() @ _rounded(x, (32, 1)),
+        )
+
+
+def _rounded(x: Tensor, block: tuple[int, int]) -> Tensor:
+    return dequantize_mx(*quantize_mx(x, block), block)
+
+
+def _use_formula(model: Any) -> None:
+    def by_formula(layer: torch.nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        (x,) = inputs
+        return MXFP8Linear.apply(x.flatten(0, -2), layer.weight).view_as(output)
+
+    for layer in model.blocks.modules():
+        if isinstance(layer, torch.nn.Linear):
+            layer.register_forward_hook(by_formula)
 
 
 def learning_rate(done: float) -> float:
