@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8_compile.kernels.formats import E4M3
+from fp8_compile.torch_internals.transformers import change_caches, makes_caches
 
 from .calibrate import evaluating
 from .calibration import Calibration
@@ -22,7 +23,7 @@ def check_kind(kv_cache: str | None, root: nn.Module) -> None:
     """Raise a ValueError unless a model can have such a cache."""
     if kv_cache not in KINDS:
         raise ValueError(f"kv_cache={kv_cache!r} is unknown; expected one of: {', '.join(map(repr, KINDS))}")
-    if kv_cache is not None and not (hasattr(root, "generate") and hasattr(root, "_prepare_cache_for_generation")):
+    if kv_cache is not None and not makes_caches(root):
         raise ValueError(
             f"kv_cache={kv_cache!r} is for models of transformers that generate text, got {type(root).__name__}; leave "
             "kv_cache out"
@@ -44,25 +45,13 @@ def batches_for(kv_cache: str | None, calibration: Calibration | None) -> Sequen
 def use_fp8_cache(root: nn.Module, scales: Mapping[int, tuple[Tensor, Tensor]] | None = None) -> None:
     """From now on ``generate`` makes FP8 caches, and ``Fp8Cache(model)`` has these scales."""
     setattr(root, SCALES, dict(scales or {}))
-    root._prepare_cache_for_generation = _PrepareCache(root)  # type: ignore[assignment]
+    change_caches(root, _store_fp8)
 
 
-class _PrepareCache:
-    """In the place of the method by which ``generate`` makes a cache. A user's own cache stays what it is."""
+def _store_fp8(model: nn.Module, cache: Any) -> None:
+    from .fp8_cache import store_fp8
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-
-    def __call__(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        own = {id(value) for value in model_kwargs.values()}
-        theirs: Any = type(self.model)
-        made = theirs._prepare_cache_for_generation(self.model, generation_config, model_kwargs, *args, **kwargs)
-        cache = model_kwargs.get("past_key_values")
-        if cache is not None and id(cache) not in own:
-            from .fp8_cache import store_fp8
-
-            store_fp8(getattr(cache, "self_attention_cache", cache), getattr(self.model, SCALES, None))
-        return made
+    store_fp8(cache, getattr(model, SCALES, None))
 
 
 def cache_scales(model: nn.Module, batches: Iterable[Any]) -> Scales:

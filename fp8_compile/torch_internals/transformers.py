@@ -1,5 +1,6 @@
 """What is used of transformers beyond its documented interface: how it renames tensors when it saves and loads a model,
-which implementation of its experts it uses, and the names of a Trainer's files. It is imported when it is needed."""
+which implementation of its experts it uses, how ``generate`` makes its cache, and the names of a Trainer's files. It is
+imported when it is needed."""
 
 from __future__ import annotations
 
@@ -58,6 +59,33 @@ def mark_initialized(module: Any) -> None:
 def use_all_conversions(model: Any) -> None:
     """Of a model's conversions ``from_pretrained`` keeps those that it used. Forget that, so that all of them count."""
     model._weight_conversions = None
+
+
+def makes_caches(model: Any) -> bool:
+    """True for a model that generates text, and makes a cache of keys and values for it."""
+    return hasattr(model, "generate") and hasattr(model, "_prepare_cache_for_generation")
+
+
+def change_caches(model: Any, change: Callable[[Any, Any], None]) -> None:
+    """Call ``change(model, cache)`` with every cache that ``generate`` makes from now on, not with a user's own."""
+    model._prepare_cache_for_generation = _PrepareCache(model, change)
+
+
+@dataclasses.dataclass
+class _PrepareCache:
+    """In the place of a model's method. An object, so that it is copied and pickled with the model."""
+
+    model: Any
+    change: Callable[[Any, Any], None]
+
+    def __call__(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        own = {id(value) for value in model_kwargs.values()}
+        theirs: Any = type(self.model)
+        made = theirs._prepare_cache_for_generation(self.model, generation_config, model_kwargs, *args, **kwargs)
+        cache = model_kwargs.get("past_key_values")
+        if cache is not None and id(cache) not in own:
+            self.change(self.model, getattr(cache, "self_attention_cache", cache))
+        return made
 
 
 def optimizer_file() -> str:
