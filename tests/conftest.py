@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
 
 # Before torch reads them. `pytest -n 2` runs a worker a core: more threads in each would only fight for the cores.
 THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else os.cpu_count() or 1
@@ -48,3 +49,13 @@ def seed() -> int:
 def generator(seed: int) -> torch.Generator:
     """A source of random numbers of the test's own."""
     return torch.Generator().manual_seed(seed)
+
+
+@pytest.fixture
+def without_onednn() -> Iterator[None]:
+    """For tests that run an MI300's graph on the CPU: where a CPU has AMX, oneDNN takes over `torch._scaled_mm` and
+    refuses AMD's FP8 formats, which torch's own loop multiplies everywhere."""
+    # Not torch.backends.mkldnn.flags: it warns of a GPU's settings.
+    enabled = torch.backends.mkldnn.set_flags(False)[0]
+    yield
+    torch.backends.mkldnn.set_flags(enabled)

@@ -81,7 +81,8 @@ def complaints(browser: Any) -> list[str]:
 def requests(browser: Any) -> list[str]:
     messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
     sent = [message["params"] for message in messages if message["method"] == "Network.requestWillBeSent"]
-    return [one["request"]["url"] for one in sent if not one["request"]["url"].startswith(("data:", "chrome:"))]
+    urls = [one["request"]["url"] for one in sent]
+    return [url for url in urls if not url.startswith(("data:", "chrome:", "chrome-untrusted:"))]  # a new tab's own
 
 
 def texts(run: Callable[..., Any], selector: str) -> list[str]:
