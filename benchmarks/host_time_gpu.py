@@ -32,6 +32,7 @@ from fp8_compile.kernels.formats import E4M3
 from fp8_compile.kernels.gpu import cublaslt_mm, quantize_many, update_scales
 from fp8_compile.kernels.gpu.cublaslt import CublasLt
 from fp8_compile.kernels.gpu.cublaslt_compiled import fastest
+from fp8_compile.kernels.gpu.cublaslt_op import Library
 from fp8_compile.torch_internals.inductor import cpp_compiler
 
 STAND_IN = pathlib.Path(__file__).parents[1] / "tests" / "support" / "cublaslt_stand_in.c"
@@ -63,13 +64,13 @@ def gemms(calls: int, rounds: int) -> dict[str, float]:
     added = torch.zeros(SIZE, SIZE, dtype=torch.bfloat16)
     given = cublaslt_mm.Operands(left, right.t(), torch.ones(()), torch.ones(()), added, None, torch.bfloat16)
     y, found = torch.empty_like(added), {}
-    ways: dict[str, Callable[[ctypes.CDLL], cublaslt_mm.Library]] = {"C++": fastest, "Python": CublasLt}
+    ways: dict[str, Callable[[ctypes.CDLL], Library]] = {"C++": fastest, "Python": CublasLt}
     for name, way in ways.items():
         library = way(stand_in())
         found[f"cuBLASLt, {name}"] = microseconds(
-            functools.partial(cublaslt_mm.by_cublaslt, library, given, y), calls, rounds
+            functools.partial(cublaslt_mm.GEMM.by_cublaslt, library, given, y), calls, rounds
         )
-        with mock.patch.object(cublaslt_mm, "library_of", {None: library}.get):  # by the index of the device
+        with mock.patch.object(cublaslt_mm.GEMM, "library_of", {None: library}.get):  # by the index of the device
             op = functools.partial(_on_cpu(), *given, out=y)
             found[f"fp8_compile op, {name}"] = microseconds(op, calls, rounds)
     return found
@@ -78,10 +79,10 @@ def gemms(calls: int, rounds: int) -> dict[str, float]:
 @functools.cache
 def _on_cpu() -> Any:
     """The operation, with the implementation for GPUs also for CPU tensors."""
-    schema = str(cublaslt_mm.cublaslt_mm_out_op._schema).replace("fp8_compile::", "")
+    schema = str(cublaslt_mm.GEMM.out_op._schema).replace("fp8_compile::", "")
     _libraries.append(torch.library.Library("fp8_compile_host_time", "FRAGMENT"))
     _libraries[0].define(schema)
-    _libraries[0].impl("cublaslt_mm.out", cublaslt_mm._multiply_out, "CPU")
+    _libraries[0].impl("cublaslt_mm.out", cublaslt_mm.GEMM.multiply_out, "CPU")
     return torch.ops.fp8_compile_host_time.cublaslt_mm.out
 
 

@@ -24,7 +24,7 @@ import ctypes
 import dataclasses
 import functools
 import threading
-from typing import Any, Hashable
+from typing import Any, Hashable, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,17 +56,46 @@ MOST_ALIGNMENT = 256  # bytes; more makes no difference to the choice of a kerne
 MOST_PLANS = 1024  # that are remembered: a few for each layer of a model, some KB each
 
 
+_Vectors = tuple[Tensor, Tensor, Tensor | None]  # the scales of A and B, the bias
+
+
 class CublasLtError(RuntimeError):
     """A call that cuBLASLt refused."""
 
 
-def no_kernel(left: Tensor, right: Tensor, d: Tensor) -> CublasLtError:
+class Gemm(NamedTuple):
+    """The formula of this file with its operands. The result is written to ``d``, which may be ``c``."""
+
+    left: Tensor
+    right: Tensor
+    scale_left: Tensor
+    scale_right: Tensor
+    bias: Tensor | None
+    c: Tensor | None
+    d: Tensor
+    fast_accumulation: bool = False
+    alpha: Tensor | None = None
+
+    def __str__(self) -> str:
+        (m, k), n = self.left.shape, self.right.shape[1]
+        return (
+            f"{m}x{n}x{k * in_a_byte(self.left.dtype)}, {self.left.dtype} by {self.right.dtype} to {self.d.dtype}, "
+            f"strides {tuple(self.left.stride())} and {tuple(self.right.stride())}"
+        )
+
+    @property
+    def matrices(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """A, B, C and D as cuBLASLt sees them."""
+        return self.right, self.left, self.d if self.c is None else self.c, self.d
+
+    @property
+    def vectors(self) -> _Vectors:
+        return self.scale_right, self.scale_left, self.bias
+
+
+def no_kernel(gemm: Gemm) -> CublasLtError:
     """The error for a gemm that cuBLASLt knows no algorithm for."""
-    (m, k), n = left.shape, right.shape[1]
-    return CublasLtError(
-        f"cuBLASLt has no kernel for {m}x{n}x{k * in_a_byte(left.dtype)}, {left.dtype} by {right.dtype} to {d.dtype}, "
-        f"strides {tuple(left.stride())} and {tuple(right.stride())}"
-    )
+    return CublasLtError(f"cuBLASLt has no kernel for {gemm}")
 
 
 class _HeuristicResult(ctypes.Structure):
@@ -90,9 +119,6 @@ def betas(device: torch.device) -> Tensor:
     return torch.tensor([0.0, 1.0], device=device)
 
 
-_Vectors = tuple[Tensor, Tensor, Tensor | None]  # the scales of A and B, the bias
-
-
 @dataclasses.dataclass
 class _Plan:
     """Everything about a gemm but its addresses."""
@@ -113,40 +139,27 @@ class CublasLt:
         self._zero, self._one = ctypes.c_float(0.0), ctypes.c_float(1.0)
         self._call("cublasLtCreate", ctypes.byref(self._handle))
 
-    def multiply(
-        self,
-        left: Tensor,
-        right: Tensor,
-        scale_left: Tensor,
-        scale_right: Tensor,
-        bias: Tensor | None,
-        c: Tensor | None,
-        d: Tensor,
-        *,
-        fast_accumulation: bool,
-        stream: int,
-        alpha: Tensor | None = None,
-    ) -> None:
-        """The formula of this file, written to ``d``, which may be ``c``."""
-        operands, vectors = (right, left, d if c is None else c, d), (scale_right, scale_left, bias)
+    def multiply(self, gemm: Gemm, *, stream: int) -> None:
+        """Compute a gemm."""
+        bias, added, device = gemm.bias, gemm.c is not None, gemm.d.device
         key = (
-            *((one.shape, one.stride(), one.dtype, _alignment(one)) for one in operands),
+            *((one.shape, one.stride(), one.dtype, _alignment(one)) for one in gemm.matrices),
             None if bias is None else (bias.dtype, _alignment(bias)),
-            fast_accumulation,
-            scale_left.dtype,
-            alpha is None,
+            gemm.fast_accumulation,
+            gemm.scale_left.dtype,
+            gemm.alpha is None,
         )
         with self._lock:
-            plan = self._known(key, operands, vectors, fast_accumulation, alpha is not None)
+            plan = self._known(key, gemm)
             size = max(plan.chosen.workspace_size, LEAST_WORKSPACE_BYTES)
-            workspace = torch.empty(size, dtype=torch.uint8, device=d.device)
-            self._point_to(plan.description, vectors)
-            a, b, c_, d_ = (ctypes.c_void_p(one.data_ptr()) for one in operands)
+            workspace = torch.empty(size, dtype=torch.uint8, device=device)
+            self._point_to(plan.description, gemm.vectors)
+            a, b, c_, d_ = (ctypes.c_void_p(one.data_ptr()) for one in gemm.matrices)
             layout_a, layout_b, layout_c, layout_d = plan.layouts
             one: Any = ctypes.byref(self._one)
-            beta: Any = ctypes.byref(self._zero if c is None else self._one)
-            if alpha is not None:
-                one, beta = (ctypes.c_void_p(n.data_ptr()) for n in (alpha, betas(d.device)[int(c is not None)]))
+            beta: Any = ctypes.byref(self._one if added else self._zero)
+            if gemm.alpha is not None:
+                one, beta = (ctypes.c_void_p(n.data_ptr()) for n in (gemm.alpha, betas(device)[int(added)]))
             self._call(
                 "cublasLtMatmul",
                 *(self._handle, plan.description, one, a, layout_a, b, layout_b),
@@ -155,14 +168,12 @@ class CublasLt:
                 *(ctypes.c_void_p(workspace.data_ptr()), ctypes.c_size_t(size), ctypes.c_void_p(stream)),
             )
 
-    def _known(
-        self, key: Hashable, operands: tuple[Tensor, ...], vectors: _Vectors, fast_accumulation: bool, on_device: bool
-    ) -> _Plan:
+    def _known(self, key: Hashable, gemm: Gemm) -> _Plan:
         """The plan for a shape, made once. Where sizes vary from step to step, no more than MOST_PLANS are kept."""
         plan = self._plans.pop(key, None)
         if plan is None:
             try:
-                plan = self._plan(operands, vectors, fast_accumulation, on_device)
+                plan = self._plan(gemm)
             except CublasLtError as error:  # asking again would take as long, each time
                 plan = str(error)
         self._plans[key] = plan
@@ -174,37 +185,37 @@ class CublasLt:
             raise CublasLtError(plan)
         return plan
 
-    def _plan(self, operands: tuple[Tensor, ...], vectors: _Vectors, fast_accumulation: bool, on_device: bool) -> _Plan:
-        (right, left, c, d), bias = operands, vectors[2]
+    def _plan(self, gemm: Gemm) -> _Plan:
+        (right, left, c, d), bias = gemm.matrices, gemm.bias
         with contextlib.ExitStack() as made:
             description = self._make(made, "MatmulDesc", COMPUTE_32F, DATA_TYPES[torch.float32])
             right_by_k, left_by_k = right.stride(0) == 1, left.stride(1) == 1
             self._describe(description, DESC_TRANSA, ctypes.c_int32(OP_T if right_by_k else OP_N))
             self._describe(description, DESC_TRANSB, ctypes.c_int32(OP_N if left_by_k else OP_T))
-            self._describe(description, DESC_FAST_ACCUM, ctypes.c_int8(fast_accumulation))
-            if on_device:
+            self._describe(description, DESC_FAST_ACCUM, ctypes.c_int8(gemm.fast_accumulation))
+            if gemm.alpha is not None:
                 self._describe(description, DESC_POINTER_MODE, ctypes.c_int32(POINTERS_ON_DEVICE))
-            if mode := SCALE_MODES[vectors[0].dtype]:
+            if mode := SCALE_MODES[gemm.scale_left.dtype]:
                 for attribute in (DESC_A_SCALE_MODE, DESC_B_SCALE_MODE):
                     self._describe(description, attribute, ctypes.c_int32(mode))
             if bias is not None:
                 self._describe(description, DESC_EPILOGUE, ctypes.c_int32(EPILOGUE_BIAS))
                 self._describe(description, DESC_BIAS_DATA_TYPE, ctypes.c_int32(DATA_TYPES[bias.dtype]))
-            self._point_to(description, vectors)
+            self._point_to(description, gemm.vectors)
             as_rows = (right.t() if right_by_k else right, left if left_by_k else left.t(), c, d)
             layouts = tuple(self._layout(made, one) for one in as_rows)
-            chosen = self._choose(description, layouts, operands)
+            chosen = self._choose(description, layouts, gemm)
             return _Plan(description, layouts, chosen, made.pop_all())
 
     def _choose(
-        self, description: ctypes.c_void_p, layouts: tuple[ctypes.c_void_p, ...], operands: tuple[Tensor, ...]
+        self, description: ctypes.c_void_p, layouts: tuple[ctypes.c_void_p, ...], gemm: Gemm
     ) -> _HeuristicResult:
         """The algorithm that the library thinks best."""
         chosen, found = _HeuristicResult(), ctypes.c_int()
         with contextlib.ExitStack() as made:
             preference = self._make(made, "MatmulPreference")
             limits: list[tuple[int, Any]] = [(PREF_MAX_WORKSPACE_BYTES, ctypes.c_uint64(WORKSPACE_BYTES))]
-            limits += [(name, ctypes.c_uint32(_alignment(one))) for name, one in zip(PREF_MIN_ALIGNMENT, operands)]
+            limits += [(name, ctypes.c_uint32(_alignment(one))) for name, one in zip(PREF_MIN_ALIGNMENT, gemm.matrices)]
             for name, limit in limits:
                 size = ctypes.c_size_t(ctypes.sizeof(limit))
                 self._call("cublasLtMatmulPreferenceSetAttribute", preference, name, ctypes.byref(limit), size)
@@ -213,8 +224,7 @@ class CublasLt:
                 *(self._handle, description, *layouts, preference, 1, ctypes.byref(chosen), ctypes.byref(found)),
             )
         if not found.value or chosen.state:
-            right, left, _, d = operands
-            raise no_kernel(left, right, d)
+            raise no_kernel(gemm)
         return chosen
 
     def _make(self, made: contextlib.ExitStack, kind: str, *arguments: Any) -> ctypes.c_void_p:

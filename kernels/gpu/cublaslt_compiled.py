@@ -12,7 +12,6 @@ import logging
 import pathlib
 
 import torch
-from torch import Tensor
 
 from fp8_compile.kernels.cpu.compiler import CompilationError, run_compiler, why_none
 from fp8_compile.kernels.cpu.kept_files import kept
@@ -25,6 +24,7 @@ from .cublaslt import (
     SCALE_MODES,
     CublasLt,
     CublasLtError,
+    Gemm,
     betas,
     in_a_byte,
     no_kernel,
@@ -50,21 +50,9 @@ class CompiledCublasLt:
         if not self._handle:
             raise CublasLtError(self._refusal().decode())
 
-    def multiply(
-        self,
-        left: Tensor,
-        right: Tensor,
-        scale_left: Tensor,
-        scale_right: Tensor,
-        bias: Tensor | None,
-        c: Tensor | None,
-        d: Tensor,
-        *,
-        fast_accumulation: bool,
-        stream: int,
-        alpha: Tensor | None = None,
-    ) -> None:
-        """The formula of ``cublaslt.py``, written to ``d``, which may be ``c``."""
+    def multiply(self, gemm: Gemm, *, stream: int) -> None:
+        """Compute a gemm."""
+        left, right, scale_left, scale_right, bias, c, d, fast_accumulation, alpha = gemm
         size = self._workspace_bytes
         workspace = left.new_empty(size)  # an element is a byte
         (rows, inner), each = left.shape, in_a_byte(left.dtype)
@@ -90,10 +78,9 @@ class CompiledCublasLt:
         )
         if status > 0:
             self._workspace_bytes = max(self._workspace_bytes, status)
-            operands = (left, right, scale_left, scale_right, bias, c, d)
-            return self.multiply(*operands, fast_accumulation=fast_accumulation, stream=stream, alpha=alpha)
+            return self.multiply(gemm, stream=stream)
         if status == NO_KERNEL:
-            raise no_kernel(left, right, d)
+            raise no_kernel(gemm)
         if status:
             raise CublasLtError(self._refusal().decode())
 

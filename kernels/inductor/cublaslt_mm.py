@@ -14,9 +14,7 @@ from torch._inductor.lowering import (
 )
 from torch._inductor.virtualized import V
 
-from fp8_compile.kernels.gpu.cublaslt_mm import cublaslt_mm_op, cublaslt_mm_out_op
-from fp8_compile.kernels.gpu.cublaslt_mx_mm import cublaslt_mx_mm_op, cublaslt_mx_mm_out_op
-from fp8_compile.kernels.gpu.cublaslt_nvfp4_mm import cublaslt_nvfp4_mm_op, cublaslt_nvfp4_mm_out_op
+from fp8_compile.kernels.gpu import cublaslt_mm, cublaslt_mx_mm, cublaslt_nvfp4_mm
 from fp8_compile.kernels.gpu.rowwise_mm import rowwise_mm_op
 
 
@@ -28,8 +26,8 @@ def _in_memory_as_in_the_graph(fx_node: Any, *args: Any, **kwargs: Any) -> Any:
     return constrain_to_fx_strides(fx_node, *args, **kwargs)
 
 
-def _register(op: Any, out_op: Any, columns: int = 1) -> None:
-    """``columns``: the dimension of the right operand that is the result's second."""
+def _register(gemm: Any) -> None:
+    op = gemm.op
     add_layout_constraint(op, _in_memory_as_in_the_graph)
     fallback = fallback_handler(op, add_to_fallback_set=False)
 
@@ -43,17 +41,16 @@ def _register(op: Any, out_op: Any, columns: int = 1) -> None:
             return fallback(*given, out_dtype, **options)
         tensors = [one for one in given if one is not None]
         node = ir.ExternKernelOut(
-            layout=ir.FixedLayout(left.get_device(), out_dtype, [left.get_size()[0], right.get_size()[columns]]),
+            layout=ir.FixedLayout(left.get_device(), out_dtype, list(gemm.size(left.get_size(), right.get_size()))),
             inputs=[ir.ExternKernel.realize_input(tensor) for tensor in tensors],
             constant_args=[None] * (len(given) - len(tensors)),
             kwargs={"out_dtype": out_dtype, **options},
-            python_kernel_name=f"torch.ops.fp8_compile.{op.overloadpacket.__name__}.out",
-            op_overload=out_op,
+            python_kernel_name=f"torch.ops.fp8_compile.{gemm.name}.out",
+            op_overload=gemm.out_op,
         )
         return ir.TensorBox.create(node)
 
 
-_register(cublaslt_mm_op, cublaslt_mm_out_op)
-_register(cublaslt_mx_mm_op, cublaslt_mx_mm_out_op)
-_register(cublaslt_nvfp4_mm_op, cublaslt_nvfp4_mm_out_op, columns=0)
+for module in (cublaslt_mm, cublaslt_mx_mm, cublaslt_nvfp4_mm):
+    _register(module.GEMM)
 add_layout_constraint(rowwise_mm_op, _in_memory_as_in_the_graph)

@@ -86,12 +86,12 @@ class GeneratedGraph:
         """Execute the source; inputs that it writes to are changed."""
         with contextlib.ExitStack() as stack:
             memory = GuardedMemory()
-            checked = functools.partial(_checked_cublaslt_mm, self.capability // 10 == 10, cublaslt_mm.reference)
+            checked = functools.partial(_checked_cublaslt_mm, self.capability // 10 == 10, cublaslt_mm.GEMM.reference)
             modules = [kernel.module for kernel in self._kernels.values()]
             stack.enter_context(hostile_interpreter(modules, backwards=blocks.backwards))
             stack.enter_context(mock.patch.object(torch.cuda, "_DeviceGuard", contextlib.nullcontext))
             stack.enter_context(mock.patch.object(torch.cuda, "set_device", lambda device: None))
-            stack.enter_context(mock.patch.object(cublaslt_mm, "reference", checked))
+            stack.enter_context(mock.patch.object(cublaslt_mm.GEMM, "reference", checked))
             launched = {name: _Launched(kernel.heuristics, blocks) for name, kernel in self._kernels.items()}
             call = _execute(self.source, launched, memory.empty_strided)["call"]
             outputs = list(call(list(inputs)))

@@ -14,7 +14,7 @@ import torch
 from fp8_compile.kernels.gpu import cublaslt_mx_mm, cublaslt_nvfp4_mm
 from fp8_compile.kernels.gpu.cublaslt import CublasLt, CublasLtError
 from fp8_compile.kernels.gpu.cublaslt_compiled import fastest
-from fp8_compile.kernels.gpu.cublaslt_mm import Library
+from fp8_compile.kernels.gpu.cublaslt_op import Library
 from fp8_compile.kernels.nvfp4_swizzled import quantize_nvfp4_swizzled
 
 STAND_IN = pathlib.Path(__file__).parents[2] / "support" / "cublaslt_stand_in.c"
@@ -40,7 +40,7 @@ def test_the_checks_before_the_first_gemm_pass_and_find_a_library_that_is_wrong(
     library: Library, stand_in: ctypes.CDLL
 ) -> None:
     factor = ctypes.c_float.in_dll(stand_in, "factor")
-    for check in (cublaslt_mx_mm.check, cublaslt_nvfp4_mm.check):
+    for check in (cublaslt_mx_mm.GEMM.check, cublaslt_nvfp4_mm.GEMM.check):
         check(library, torch.device("cpu"))
         factor.value = 0.5
         with pytest.raises(CublasLtError, match="was wrong"):
@@ -62,7 +62,7 @@ def test_nvfp4_operands_are_multiplied_as_the_formula_says(
     alpha = torch.tensor([0.0, 400.0**-2])[1:]  # a part of the products of a graph
     given = cublaslt_nvfp4_mm.Operands(left, right, scale_left, scale_right, alpha, c, bias, torch.bfloat16)
     y = torch.empty(160, 64, dtype=torch.bfloat16)
-    cublaslt_nvfp4_mm.by_cublaslt(library, given, y)
-    expected = cublaslt_nvfp4_mm.reference(given._replace(out_dtype=torch.float32))
+    cublaslt_nvfp4_mm.GEMM.by_cublaslt(library, given, y)
+    expected = cublaslt_nvfp4_mm.GEMM.reference(given._replace(out_dtype=torch.float32))
     torch.testing.assert_close(y.float(), expected, rtol=2**-8, atol=1e-5)
     torch.testing.assert_close(cublaslt_nvfp4_mm.cublaslt_nvfp4_mm_op(*given), expected.bfloat16())

@@ -23,10 +23,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fp8_compile.kernels.inductor  # noqa: F401  registers the lowering
 from fp8_compile.kernels.cpu.compiler import CompilationError
-from fp8_compile.kernels.gpu import cublaslt, cublaslt_compiled, cublaslt_mm
+from fp8_compile.kernels.gpu import cublaslt, cublaslt_compiled, cublaslt_op
 from fp8_compile.kernels.gpu.cublaslt import CublasLt, CublasLtError
 from fp8_compile.kernels.gpu.cublaslt_compiled import CompiledCublasLt, fastest
-from fp8_compile.kernels.gpu.cublaslt_mm import Library, Operands, by_cublaslt, check, cublaslt_mm_op, reference
+from fp8_compile.kernels.gpu.cublaslt_mm import GEMM, Operands, cublaslt_mm_op
+from fp8_compile.kernels.gpu.cublaslt_op import Library
 from fp8_compile.torch_internals.inductor import NoCompiler
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -122,9 +123,9 @@ CASES = [
 def test_the_result_is_the_exact_sum_rounded_once(library: Library, case: dict) -> None:
     given = operands(**case)
     y = empty(given)
-    by_cublaslt(library, given, y)
+    GEMM.by_cublaslt(library, given, y)
     assert_rounded_once(y, given)
-    assert_rounded_once(reference(given), given)
+    assert_rounded_once(GEMM.reference(given), given)
     assert_rounded_once(cublaslt_mm_op(*given), given)
     torch.library.opcheck(cublaslt_mm_op, tuple(given), test_utils="test_faketensor")
     with FlopCounterMode(display=False) as counter:
@@ -154,7 +155,7 @@ def test_rows_with_gaps_between_them_and_a_result_that_replaces_what_is_added(li
     wide[:, :32] = given.added
     expected = exact(given)
     given = given._replace(left=padded[:, :64], added=wide[:, :32])
-    by_cublaslt(library, given, given.added)
+    GEMM.by_cublaslt(library, given, given.added)
     torch.testing.assert_close(given.added.double(), expected, rtol=2**-8, atol=1e-5)
     assert not wide[:, 32:].any()
 
@@ -166,7 +167,7 @@ def test_one_description_serves_other_addresses_of_the_same_shape(library: Libra
     second = second._replace(scale_left=torch.tensor(3.0), bias=second.bias + 1)
     for given in (first, second, first):
         y = empty(given)
-        by_cublaslt(library, given, y)
+        GEMM.by_cublaslt(library, given, y)
         assert_rounded_once(y, given)
 
 
@@ -177,20 +178,20 @@ def test_a_nan_reaches_the_result(library: Library, name: str) -> None:
     bad.view(-1)[0] = torch.nan
     given = given._replace(**{name: bad})
     y = empty(given)
-    by_cublaslt(library, given, y)
-    assert y.isnan().any() and torch.equal(y.isnan(), exact(given).isnan()) and reference(given).isnan().any()
+    GEMM.by_cublaslt(library, given, y)
+    assert y.isnan().any() and torch.equal(y.isnan(), exact(given).isnan()) and GEMM.reference(given).isnan().any()
 
 
 def test_no_rows_are_no_call(library: Library) -> None:
     given = operands(m=0)
-    by_cublaslt(library, given, empty(given))
+    GEMM.by_cublaslt(library, given, empty(given))
     assert cublaslt_mm_op(*given).shape == (0, 32)
 
 
 def test_what_the_library_cannot_do_is_an_error_that_says_what(library: Library) -> None:
     given = operands(formats=(E5M2, E5M2))
     with pytest.raises(CublasLtError, match="cublasLtMatmulAlgoGetHeuristic failed with status 15"):
-        by_cublaslt(library, given, empty(given))
+        GEMM.by_cublaslt(library, given, empty(given))
 
 
 def test_plans_are_given_back_when_many_shapes_were_multiplied(
@@ -203,7 +204,7 @@ def test_plans_are_given_back_when_many_shapes_were_multiplied(
     for m in (16, 32, 48, 16):
         given = operands(m=m)
         y = empty(given)
-        by_cublaslt(library, given, y)
+        GEMM.by_cublaslt(library, given, y)
         assert_rounded_once(y, given)
     assert objects.value == 2 * 5  # a description and four layouts each
 
@@ -217,7 +218,7 @@ def test_a_shape_without_a_kernel_is_asked_for_once_and_leaves_nothing_behind(
     y = empty(given)  # one: how it is aligned is part of what is asked for
     for _ in range(2):
         with pytest.raises(CublasLtError, match="status 15"):
-            by_cublaslt(library, given, y)
+            GEMM.by_cublaslt(library, given, y)
     assert objects.value == 0 and asked.value == 1
 
 
@@ -231,7 +232,7 @@ def test_a_heuristic_that_finds_nothing_is_an_error_with_the_gemm(library: Libra
     )
     with set_to(ctypes.c_int.in_dll(stand_in, "knows_any"), 0):
         with pytest.raises(CublasLtError, match=expected):
-            by_cublaslt(library, given, empty(given))
+            GEMM.by_cublaslt(library, given, empty(given))
     assert objects.value == 0
 
 
@@ -241,7 +242,7 @@ def test_a_gemm_gets_the_workspace_that_its_algorithm_needs(library: Library, st
         given = operands(m=m)
         y = empty(given)
         with set_to(needed, size):
-            by_cublaslt(library, given, y)
+            GEMM.by_cublaslt(library, given, y)
         assert_rounded_once(y, given)
 
 
@@ -260,7 +261,7 @@ def test_a_plan_is_made_once_for_each_kind_of_gemm(library: Library, stand_in: c
     aligned = [_aligned(one, y) for one, y in given]
     for _ in range(3):
         for one, y in aligned:
-            by_cublaslt(library, one, y)
+            GEMM.by_cublaslt(library, one, y)
     assert asked.value == len(cases)
 
 
@@ -280,25 +281,23 @@ def _aligned(given: Operands, y: Tensor) -> tuple[Operands, Tensor]:
     return given._replace(**{name: moved(getattr(given, name)) for name in names}), moved(y)
 
 
-def test_a_gpu_that_reads_k_contiguous_operands_only_says_no_to_others(
-    library: Library, stand_in: ctypes.CDLL
-) -> None:
+def test_a_gpu_that_reads_k_contiguous_operands_only_says_no_to_others(library: Library, stand_in: ctypes.CDLL) -> None:
     with set_to(ctypes.c_int.in_dll(stand_in, "any_layout"), 0):
-        by_cublaslt(library, operands(k=80), empty(operands(k=80)))
+        GEMM.by_cublaslt(library, operands(k=80), empty(operands(k=80)))
         given = operands(k=80, lies="MN")
         with pytest.raises(CublasLtError, match="status 15"):
-            by_cublaslt(library, given, empty(given))
+            GEMM.by_cublaslt(library, given, empty(given))
         with pytest.raises(CublasLtError, match="status 15"):
-            check(library, torch.device("cpu"), any_layout=True)
+            GEMM.check(library, torch.device("cpu"), any_layout=True)
 
 
 def test_a_library_that_computes_wrongly_is_found_out_before_it_is_used(
     library: Library, stand_in: ctypes.CDLL
 ) -> None:
-    check(library, torch.device("cpu"), any_layout=True)
+    GEMM.check(library, torch.device("cpu"), any_layout=True)
     with set_to(ctypes.c_float.in_dll(stand_in, "factor"), 0.5):
-        with pytest.raises(CublasLtError, match="small gemm was wrong"):
-            check(library, torch.device("cpu"))
+        with pytest.raises(CublasLtError, match="small FP8 gemm was wrong"):
+            GEMM.check(library, torch.device("cpu"))
 
 
 def test_a_gemm_is_one_call_of_compiled_code(stand_in: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,7 +306,7 @@ def test_a_gemm_is_one_call_of_compiled_code(stand_in: ctypes.CDLL, monkeypatch:
     called, original = [], library._multiply
     monkeypatch.setattr(library, "_multiply", lambda *arguments: called.append(1) or original(*arguments))
     for given in (operands(), operands(bias=True), operands(added=False)):
-        by_cublaslt(library, given, empty(given))
+        GEMM.by_cublaslt(library, given, empty(given))
     assert len(called) == 3
 
 
@@ -339,15 +338,16 @@ def test_a_library_without_its_functions_is_refused(stand_in: ctypes.CDLL) -> No
 def test_without_the_library_a_warning_says_what_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "0.0")
     with pytest.warns(UserWarning, match="cuda:7: FP8 gemms copy operands and add residuals.*libcublasLt.so.0"):
-        assert cublaslt_mm.library_of(7) is None
-    cublaslt_mm.library_of.cache_clear()
+        assert GEMM.library_of(7) is None
+    cublaslt_op._open.cache_clear()
+    GEMM._libraries.clear()
 
 
 @pytest.mark.parametrize("lies", ["KK", "MN"])
 def test_two_steps_give_the_sum_of_the_rounded_product(lies: str) -> None:
     given = operands(dtype=torch.float32, lies=lies)
     y = empty(given)
-    cublaslt_mm.by_torch(given, y)
+    GEMM.by_torch(given, y)
     torch.testing.assert_close(y.double(), exact(given), rtol=1e-5, atol=1e-4)
 
 
