@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from collections.abc import Iterator
 
@@ -18,6 +19,10 @@ import pytest
 import torch
 
 import fp8_compile  # noqa: F401  caps oneDNN where its AMX path crashes: before any test's first matmul
+
+# torch traces each compilation in full (every graph, every event) as soon as its trace log has a handler. pytest 9.2
+# gives its own to each logger that does not propagate, so this one does; nothing reaches it then.
+logging.getLogger("torch.__trace").propagate = True
 
 # Compiling takes seconds, so a deadline an example says nothing; the same examples each run, so that a failure repeats.
 hypothesis.settings.register_profile("fp8_compile", deadline=None, derandomize=True, print_blob=True)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from unnamed import Unnamed
 
 from fp8_compile import quantize_nvfp4
 from fp8_compile.kernels import experts, fp8_weight
@@ -16,30 +17,14 @@ aten = torch.ops.aten
 MATRICES = [quantize_nvfp4(torch.randn(24, 32), "rtn") for _ in range(3)]
 NVFP4 = tuple(torch.stack([getattr(m, part) for m in MATRICES]) for part in ("codes", "block_scales", "global_scale"))
 FP8 = tuple(torch.stack(parts) for parts in zip(*(fp8_weight.quantize(torch.randn(24, 32)) for _ in range(3))))
+NAMES = Unnamed("mlp.experts", buffers=("mlp.experts.down_proj_packed.codes",))
 X, ENDS, WHICH = torch.randn(5, 32), torch.tensor([1, 1, 5], dtype=torch.int32), torch.tensor([2, 0, 0, 1, 2])
-
-
-class Names:
-    def module_of(self, node: fx.Node) -> str:
-        return "mlp.experts"
-
-    def parameters_of(self, placeholder: fx.Node) -> tuple[str, ...]:
-        return ()
-
-    def buffers_of(self, placeholder: fx.Node) -> tuple[str, ...]:
-        return ("mlp.experts.down_proj_packed.codes",)
-
-    def weights_of(self, placeholder: fx.Node) -> tuple[str, ...]:
-        return ()
-
-    def is_buffer(self, placeholder: fx.Node) -> bool:
-        return True
 
 
 def rewritten(function, *args: Tensor, target: str = "cpu") -> tuple[fx.GraphModule, MultiplyPacked]:
     with FakeTensorMode(allow_non_fake_inputs=True):
         traced = make_fx(function, tracing_mode="fake")(*(torch.empty_like(arg) for arg in args))
-    one = MultiplyPacked(Names(), target)
+    one = MultiplyPacked(NAMES, target)
     one.run(traced.graph)
     traced.graph.eliminate_dead_code()
     traced.graph.lint()
