@@ -47,11 +47,13 @@ class PackedStack(PackedWeight):
     @classmethod
     def of(cls, matrices: Sequence[Any], dtype: torch.dtype, transposed: bool) -> PackedStack:
         """The stack of some matrices in the class's format."""
-        raise NotImplementedError
+        parts = {name: torch.stack([getattr(one, name) for one in matrices]) for name in cls.packed}
+        return cls((len(matrices), *matrices[0].shape), dtype, transposed, parts)
 
     def matrix(self, expert: int) -> Matrix:
         """One expert's packed weight in the standard layout."""
-        raise NotImplementedError
+        made: Matrix = self.matrix_type(*(getattr(self, name)[expert] for name in type(self).packed))
+        return made
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -80,8 +82,8 @@ class NVFP4Stack(NVFP4Parts, PackedStack):
 
     @classmethod
     def of(cls, matrices: Sequence[NVFP4Weight], dtype: torch.dtype, transposed: bool) -> NVFP4Stack:
-        parts = {name: torch.stack([getattr(one, name) for one in matrices]) for name in cls.packed}
-        stack = cls((len(matrices), *matrices[0].shape), dtype, transposed, parts)
+        stack = super().of(matrices, dtype, transposed)
+        assert isinstance(stack, NVFP4Stack)
         stack.layout, stack.block_size = STANDARD, matrices[0].block_size
         stack.use_best_layout()
         return stack
@@ -101,17 +103,9 @@ class NVFP4Stack(NVFP4Parts, PackedStack):
 class FP8Stack(PackedStack):
     """codes e4m3 [E, N, K], scales fp32 [E, N]."""
 
-    packed = ("codes", "scales")
+    packed, matrix_type = ("codes", "scales"), FP8Weight
     codes: Tensor
     scales: Tensor
-
-    @classmethod
-    def of(cls, matrices: Sequence[FP8Weight], dtype: torch.dtype, transposed: bool) -> FP8Stack:
-        codes, scales = (torch.stack(parts) for parts in zip(*matrices))
-        return cls(codes.shape, dtype, transposed, {"codes": codes, "scales": scales})
-
-    def matrix(self, expert: int) -> FP8Weight:
-        return FP8Weight(self.codes[expert], self.scales[expert])
 
     def dequantize(self, dtype: torch.dtype = torch.float32, which: Tensor | None = None) -> Tensor:
         return ops.fp8_dequantize_op(self.codes, self.scales, dtype, which)

@@ -31,6 +31,7 @@ class PackedWeight(nn.Module):
 
     dtype: torch.dtype  # of the weight before it was packed
     packed: tuple[str, ...] = ()  # buffers that hold the weight
+    matrix_type: Callable[..., Any]  # makes a matrix of those parts
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         raise NotImplementedError
