@@ -29,7 +29,7 @@ class Target:
     e5m2_by_e5m2: bool = False
     recipes: frozenset[str] = RECIPES_EVERYWHERE
     rowwise_output: torch.dtype | None = torch.bfloat16  # the only output dtype of rowwise and blockwise gemms
-    grouped: bool = False  # has an FP8 gemm of ragged groups
+    grouped: frozenset[str] = frozenset()  # kinds of gemms that it has for ragged groups: "fp8", "mxfp8"
 
     @property
     def is_cpu(self) -> bool:
@@ -84,8 +84,8 @@ def _cuda(capability: int) -> Target:
         f"cuda:{capability}",
         recipes=frozenset(recipes),
         reads_any_layout=capability // 10 == 10,
-        # torch._scaled_grouped_mm accepts 10.0 too, but only for MXFP8: torch's own tests use FP8 on 9.0 only.
-        grouped=capability == 90,
+        # torch._scaled_grouped_mm multiplies FP8 with a scale per row on 9.0, MXFP8 on 10.x, and nothing elsewhere.
+        grouped=frozenset({"fp8"} if capability == 90 else {"mxfp8"} if capability // 10 == 10 else ()),
     )
 
 
@@ -97,7 +97,7 @@ CPU = Target(
     e5m2_by_e5m2=True,
     recipes=frozenset(RECIPES_EVERYWHERE | {"rowwise", "blockwise", "mxfp8", "nvfp4"}),
     rowwise_output=None,
-    grouped=True,
+    grouped=frozenset({"fp8", "mxfp8"}),
 )
 _HIP = {
     "gfx942": Target("hip:gfx942", e4m3=E4M3_FNUZ, e5m2=E5M2_FNUZ, recipes=frozenset(RECIPES_EVERYWHERE | {"rowwise"})),

@@ -16,6 +16,7 @@ from torch._inductor.virtualized import V
 
 from fp8_compile.kernels.gpu import cublaslt_mm, cublaslt_mx_mm, cublaslt_nvfp4_mm
 from fp8_compile.kernels.gpu.rowwise_mm import rowwise_mm_op
+from fp8_compile.kernels.mx_grouped_mm import swizzled_mx_grouped_mm_op
 
 
 def _in_memory_as_in_the_graph(fx_node: Any, *args: Any, **kwargs: Any) -> Any:
@@ -53,4 +54,5 @@ def _register(gemm: Any) -> None:
 
 for module in (cublaslt_mm, cublaslt_mx_mm, cublaslt_nvfp4_mm):
     _register(module.GEMM)
-add_layout_constraint(rowwise_mm_op, _in_memory_as_in_the_graph)
+for op in (rowwise_mm_op, swizzled_mx_grouped_mm_op):
+    add_layout_constraint(op, _in_memory_as_in_the_graph)

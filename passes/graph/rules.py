@@ -37,7 +37,7 @@ class Rules:
     high: Callable[[str], frozenset[str]] = _none  # module -> its gemms that are in high precision for now
     gradients: str = "quantized"  # or "high_precision", "dequantized": what backward products read
     four_over_six: bool = False  # forward operands choose between two scales per block of E2M1
-    grouped: bool = True  # there is an FP8 gemm of ragged groups
+    grouped: frozenset[str] = frozenset({"fp8"})  # kinds of gemms that there are for ragged groups: "fp8", "mxfp8"
 
     @property
     def block_scaled(self) -> str | None:

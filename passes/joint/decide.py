@@ -21,6 +21,7 @@ MOST_PADDING = 1.25
 # One product per slice is one kernel launch per slice; beyond this number a stack of small gemms loses to one bmm.
 MOST_SLICES = 64
 TILE = 128
+FILLED = 128  # on a GPU, groups of MXFP8 are filled up to multiples of it
 ACTIVATIONS = "activation by activation stays in high precision"
 
 Block = tuple[int, int]  # rows x contraction, as seen by the gemm; see kernels/quantize.py
@@ -151,28 +152,57 @@ def _group_reason(site: Matmul, rules: Rules) -> str | None:
     """Why a product of groups, whose sizes are known only when it runs, can't be an FP8 gemm."""
     if not isinstance(site, GroupedMatmul):
         return None
-    if rules.recipe in BLOCKS_ALONG_K:
-        return f"ragged groups: blocks of {BLOCKS_ALONG_K[rules.recipe]} would reach from one group into the next"
-    if not rules.grouped:
-        return f"ragged groups: torch has no FP8 gemm of them for {rules.target}"
+    kind = rules.block_scaled or ("fp8" if rules.recipe not in BLOCKS_ALONG_K else rules.recipe)
+    if kind not in rules.grouped:
+        return _why_not_grouped(rules)
     groups, m, n, k = site.shape
     over_tokens = site.product.contracts
     tokens, *weight = (k, m, n) if over_tokens else (m, n, k)
     if statically_known_true(tokens < groups):
         # Mostly when decoding: the product reads the experts that are chosen, a quantize would read all of them.
         return f"ragged groups: {tokens} tokens for {groups} experts, which would all be quantized"
-    if rules.recipe == "rowwise" and not all(isinstance(size, int) for size in weight):
-        return "a size is known only when it runs"
+    if kind == "mxfp8" or rules.recipe == "rowwise":
+        if not all(isinstance(size, int) for size in weight):
+            return "a size is known only when it runs"
+    if kind == "mxfp8":
+        return _mx_group_reason(site, rules)
     if rules.alignment == 1:
         return None
-    if over_tokens:
-        return f"ragged groups: {rules.target} wants sizes of groups that are multiples of {rules.alignment}"
     for format in {_plan(operand.role, rules).format: None for operand in (site.left, site.right)}:
         if format.significand_bits != 4:
             return f"ragged groups: torch multiplies them in e4m3 only, not in {format}"
-    for name, size in (("N", n), ("K", k)):
-        if not statically_known_true(size % rules.alignment == 0):
-            return f"ragged groups: {name}={size} is not a multiple of {rules.alignment}"
+    return _size_of_experts(site, rules.alignment)
+
+
+def _why_not_grouped(rules: Rules) -> str:
+    """The recipe's gemm is not one that the target has for groups."""
+    if rules.recipe in BLOCKS_ALONG_K and rules.block_scaled != "mxfp8":
+        return f"ragged groups: blocks of {BLOCKS_ALONG_K[rules.recipe]} would reach from one group into the next"
+    if "mxfp8" in rules.grouped:
+        return f"ragged groups: {rules.target} multiplies them in MXFP8 only (recipe='mxfp8')"
+    return f"ragged groups: torch has no FP8 gemm of them for {rules.target}"
+
+
+def _mx_group_reason(site: GroupedMatmul, rules: Rules) -> str | None:
+    if rules.gradients == "dequantized":
+        return "backward='dequantized': what experts multiply in MXFP8 can't be read again"
+    multiple = 32 if rules.target == "cpu" else FILLED
+    if (reason := _size_of_experts(site, multiple)) is not None or rules.target == "cpu":
+        return reason
+    groups, *sizes = site.shape
+    tokens = sizes[2 if site.product.contracts else 0]
+    if statically_known_true(tokens < groups * FILLED):
+        return f"ragged groups: {tokens} tokens for {groups} experts, fewer than the {FILLED} that each is filled up to"
+    return None
+
+
+def _size_of_experts(site: GroupedMatmul, multiple: int) -> str | None:
+    """Experts are not padded."""
+    _, m, n, k = site.shape
+    named = {"M": m, "N": n} if site.product.contracts else {"N": n, "K": k}
+    for name, size in named.items():
+        if not statically_known_true(size % multiple == 0):
+            return f"ragged groups: {name}={size} is not a multiple of {multiple}"
     return None
 
 

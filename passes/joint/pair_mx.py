@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 from torch import fx
@@ -11,6 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8_compile.kernels.dequantize_operand import dequantize_mx_operand_op
 from fp8_compile.kernels.gpu.cublaslt_mx_mm import cublaslt_mx_mm_op
+from fp8_compile.kernels.mx_grouped_mm import mx_grouped_mm_op
 from fp8_compile.kernels.mx_swizzled import (
     WIDE,
     directions,
@@ -26,6 +28,7 @@ from ..graph.marks import Kind, Mark, mark_of
 from ..graph.roles import Role
 from ..graph.views import untransposed
 from ..graph_pass import GraphPass, PassReport
+from .pair_grouped_mx import replace_grouped
 
 aten = torch.ops.aten
 
@@ -50,21 +53,25 @@ class PairMx(GraphPass):
     Blocks of 128 (blockwise) are quantized by plain operations, and their scales repeated for each 32 values along K.
 
     Where gemms want K contiguous, codes along columns are written transposed, and a weight's tiles once in each layout.
+    Experts are in ``pair_grouped_mx.py``.
     """
 
-    leaves_no = (quantize_mx_op, mx_mm_op, dequantize_mx_operand_op)
+    leaves_no = (quantize_mx_op, mx_mm_op, mx_grouped_mm_op, dequantize_mx_operand_op)
 
     def __init__(self, *, needs_k_contiguous: bool) -> None:
         self.needs_k_contiguous = needs_k_contiguous
 
     def run(self, graph: fx.Graph) -> PassReport:
         gemms = graph.find_nodes(op="call_function", target=mx_mm_op)
-        quantizes = _Quantizes(graph, self.needs_k_contiguous)
+        quantizes = Quantizes(graph, self.needs_k_contiguous)
         for gemm in gemms:
             _replace(graph, gemm, quantizes)
+        grouped = graph.find_nodes(op="call_function", target=mx_grouped_mm_op)
+        for gemm in grouped:
+            replace_grouped(graph, gemm, quantizes)
         for node in graph.find_nodes(op="call_function", target=dequantize_mx_operand_op):
             _dequantize(graph, node, quantizes)
-        return PassReport(len(gemms), "MXFP8 gemms whose operands are stored as the GPU reads them")
+        return PassReport(len(gemms) + len(grouped), "MXFP8 gemms whose operands are stored as the GPU reads them")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,29 +83,52 @@ class Operand:
     k_down: bool  # K is the index of rows of the quantized matrix
 
 
-class _Quantizes:
+class Quantizes:
     """The quantizes of a graph, each made once for all gemms that read it."""
 
     def __init__(self, graph: fx.Graph, needs_k_contiguous: bool) -> None:
         self.graph, self.needs_k_contiguous = graph, needs_k_contiguous
-        self.made: dict[tuple[fx.Node, bool], tuple[fx.Node, ...]] = {}
+        self.made: dict[tuple[fx.Node, bool | str], tuple[fx.Node, ...]] = {}
 
-    def operand(self, operand: Operand, gemm: fx.Node) -> tuple[fx.Node, fx.Node]:
+    @staticmethod
+    def side(node: fx.Node, *, is_left: bool) -> Operand:
+        """A gemm's operand, by the node that it reads."""
+        base, flipped = untransposed(node)
+        quantize = input_of(base)
+        assert quantize.target is quantize_mx_op, quantize.format_node()
+        return Operand(quantize, flipped, k_down=flipped == is_left)
+
+    def operand(self, operand: Operand, gemm: fx.Node, *, k_contiguous: bool | None = None) -> tuple[fx.Node, fx.Node]:
         """Codes and scales of one side."""
-        transposed = self.needs_k_contiguous and operand.k_down
-        key = operand.quantize, transposed
-        if key not in self.made:
-            with self.graph.inserting_before(operand.quantize):
-                self.made[key] = self._make(operand, transposed, gemm)
-        results = self.made[key]
+        if k_contiguous is None:
+            k_contiguous = self.needs_k_contiguous
+        results = self.results(operand.quantize, gemm, transposed=k_contiguous and operand.k_down)
         q = results[Q]
         if operand.flipped:
             q = emit(self.graph, aten.permute.default, q, [1, 0], like=gemm)
         return q, results[SCALE_T if operand.k_down else SCALE]
 
-    def _make(self, operand: Operand, transposed: bool, gemm: fx.Node) -> tuple[fx.Node, ...]:
-        node = operand.quantize
-        x, block = arguments(node)
+    def results(self, quantize: fx.Node, gemm: fx.Node, *, transposed: bool = False) -> tuple[fx.Node, ...]:
+        """Codes and both kinds of scales of what a quantize reads."""
+        key = quantize, transposed
+        if key not in self.made:
+            with self.graph.inserting_before(quantize):
+                self.made[key] = self._make(quantize, *arguments(quantize), transposed, gemm)
+        return self.made[key]
+
+    def stack_across(self, quantize: fx.Node, experts: int, gemm: fx.Node) -> tuple[fx.Node, ...]:
+        """Codes and scales of a stack of matrices [E * R, C], each transposed and then quantized along its rows."""
+        key = quantize, "across"
+        if key not in self.made:
+            with self.graph.inserting_before(quantize):
+                x, block = arguments(quantize)
+                x = inline(self.graph, _each_transposed, x, experts, like=quantize)
+                self.made[key] = self._make(quantize, x, block[::-1], False, gemm)
+        return self.made[key]
+
+    def _make(
+        self, node: fx.Node, x: fx.Node, block: Sequence[int], transposed: bool, gemm: fx.Node
+    ) -> tuple[fx.Node, ...]:
         tags = policy_of_codes(node, gemm)
         if WIDE in block:
             x = filled(self.graph, x, like=node, multiples=tuple(max(SIZE, size) for size in block))
@@ -113,7 +143,13 @@ class _Quantizes:
         return results
 
 
-def _dequantize(graph: fx.Graph, node: fx.Node, quantizes: _Quantizes) -> None:
+def _each_transposed(stack: torch.Tensor, experts: int) -> torch.Tensor:
+    """[E * R, C] -> [E * C, R]."""
+    rows, cols = stack.shape
+    return stack.view(experts, rows // experts, cols).permute(0, 2, 1).reshape(experts * cols, -1)
+
+
+def _dequantize(graph: fx.Graph, node: fx.Node, quantizes: Quantizes) -> None:
     """What codes stand for, for a backward gemm that is not MXFP8, from the scales as the forward gemm reads them."""
     q, _, block, dtype = arguments(node)
     results = next(made for (quantize, _), made in quantizes.made.items() if quantize is input_of(q))
@@ -144,11 +180,11 @@ def policy_of_codes(quantize: fx.Node, gemm: fx.Node) -> dict[str, CheckpointPol
     return {"recompute": CheckpointPolicy.MUST_SAVE}
 
 
-def _replace(graph: fx.Graph, gemm: fx.Node, quantizes: _Quantizes) -> None:
+def _replace(graph: fx.Graph, gemm: fx.Node, quantizes: Quantizes) -> None:
     left, right, *_, bias, dtype = arguments(gemm)
     with graph.inserting_before(gemm):
-        q_left, scale_left = quantizes.operand(_operand(left, is_left=True), gemm)
-        q_right, scale_right = quantizes.operand(_operand(right, is_left=False), gemm)
+        q_left, scale_left = quantizes.operand(quantizes.side(left, is_left=True), gemm)
+        q_right, scale_right = quantizes.operand(quantizes.side(right, is_left=False), gemm)
         if bias is not None and not same(value(q_right).shape[1], value(bias).shape[0]):
             bias = inline(graph, fill_vector, bias, q_right, like=gemm)
         operands = (q_left, q_right, scale_left, scale_right, None, bias, dtype)
@@ -158,13 +194,6 @@ def _replace(graph: fx.Graph, gemm: fx.Node, quantizes: _Quantizes) -> None:
             result = inline(graph, _cut, result, left, right, like=gemm)
     gemm.replace_all_uses_with(result)
     graph.erase_node(gemm)
-
-
-def _operand(node: fx.Node, *, is_left: bool) -> Operand:
-    base, flipped = untransposed(node)
-    quantize = input_of(base)
-    assert quantize.target is quantize_mx_op, quantize.format_node()
-    return Operand(quantize, flipped, k_down=flipped == is_left)
 
 
 def is_full(size: int | torch.SymInt, multiple: int = SIZE) -> bool:

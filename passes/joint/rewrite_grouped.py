@@ -12,15 +12,17 @@ from fp8_compile.kernels.dequantize_operand import dequantize_fp8_operand_op
 from fp8_compile.kernels.quantize import WHOLE, quantize_op
 
 from ..graph.emit import emit, getitem, inline, policy_of, value
-from ..graph.groups import Side, grouped_product
+from ..graph.groups import GroupedProduct, Side, grouped_product
 from ..graph.marks import Kind, Mark
 from ..graph.matmul import GroupedMatmul
+from ..graph.padded_groups import PaddedGroups
 from ..graph.relayouts import emit_relayout
 from ..graph.rules import Rules
 from ..graph.slot import tensor_use
 from ..graph.views import untransposed
 from .decide import OperandPlan, Rewrite
 from .dequantize_forward import ForwardOperands, QuantizedOperand
+from .rewrite_grouped_mx import GroupedMxEditor
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -39,28 +41,55 @@ class GroupedEditor:
 
     The experts of a layer are one tensor, with one scale, or one per row of each expert. Where the contraction goes
     over tokens (grad_weight), a row has one scale for all groups: where they begin and end is not known when scales are
-    made.
+    made. A GPU wants sizes of groups that are multiples of 16 then: codes go to where each group is filled up with
+    zeros, and are transposed there.
+
+    MXFP8 is in ``rewrite_grouped_mx.py``.
     """
 
     def __init__(
-        self, graph: fx.Graph, site: GroupedMatmul, plan: Rewrite, rules: Rules, operands: ForwardOperands
+        self,
+        graph: fx.Graph,
+        site: GroupedMatmul,
+        plan: Rewrite,
+        rules: Rules,
+        operands: ForwardOperands,
+        groups: PaddedGroups,
     ) -> None:
         self.graph, self.site, self.plan, self.rules, self.operands = graph, site, plan, rules, operands
+        self.groups = groups
 
     def replace(self) -> None:
         node = self.site.node
         product = grouped_product(node)  # as it is now: an edit may have replaced operands
         assert product is not None, node.format_node()
         with self.graph.inserting_before(node):
-            q_left, scale_left = self._operand(product.left, self.plan.left, is_left=True)
-            q_right, scale_right = self._operand(product.right, self.plan.right, is_left=False)
-            operands = (q_left, q_right, product.offsets, scale_left, scale_right)
-            multiply = self._by_torch if self.rules.needs_k_contiguous else self._by_ours
-            result = multiply(*operands, tags=policy_of(node), mark=Mark(kind=Kind.GEMM))
+            if self.rules.block_scaled is not None:
+                given = (self.graph, self.site, self.plan, self.rules, self.operands, self.groups)
+                result = GroupedMxEditor(*given).product(product)
+            else:
+                result = self._product(product)
             if product.flipped:
                 result = self._emit(aten.permute.default, result, [0, 2, 1])
         node.replace_all_uses_with(result)
         self.graph.erase_node(node)
+
+    def _product(self, product: GroupedProduct) -> fx.Node:
+        offsets = self._ends(product)
+        q_left, scale_left = self._operand(product, product.left, self.plan.left, is_left=True)
+        q_right, scale_right = self._operand(product, product.right, self.plan.right, is_left=False)
+        multiply = self._by_torch if self.rules.needs_k_contiguous else self._by_ours
+        operands = (q_left, q_right, offsets, scale_left, scale_right)
+        return multiply(*operands, tags=policy_of(self.site.node), mark=Mark(kind=Kind.GEMM))
+
+    def _fills(self, product: GroupedProduct) -> bool:
+        """True if the groups must be filled up."""
+        return product.contracts and self.rules.needs_k_contiguous
+
+    def _ends(self, product: GroupedProduct) -> fx.Node:
+        if not self._fills(product):
+            return product.offsets
+        return self.groups.ends(product.offsets, product.right.node, self.rules.alignment)
 
     def _by_ours(self, *operands: fx.Node, **noted: Any) -> fx.Node:
         return self._emit(scaled_grouped_mm_op, *operands, value(self.site.node).dtype, **noted)
@@ -75,7 +104,12 @@ class GroupedEditor:
         **noted: Any,
     ) -> fx.Node:
         wanted = value(self.site.node).dtype
-        scales = self._inline(_row_scales, scale_left, left), self._inline(_column_scales, scale_right, right)
+        if value(right).dim() == 2:  # one scale per row and group
+            groups = int(value(offsets).shape[0])
+            sides = (scale_left, left), (self._emit(aten.permute.default, scale_right, [1, 0]), self._across(right))
+            scales = tuple(self._inline(_group_scales, scale, side, groups) for scale, side in sides)
+        else:
+            scales = self._inline(_row_scales, scale_left, left), self._inline(_column_scales, scale_right, right)
         if value(offsets).dtype != torch.int32:
             offsets = self._emit(prims.convert_element_type.default, offsets, torch.int32)
         # FP22 accumulation is enough for activations, as in products that are not in groups.
@@ -83,7 +117,12 @@ class GroupedEditor:
         result = self._emit(torch_grouped_mm_op, left, right, *scales, offsets, **noted, **options)
         return result if wanted == torch.bfloat16 else self._emit(prims.convert_element_type.default, result, wanted)
 
-    def _operand(self, side: Side, plan: OperandPlan, *, is_left: bool) -> tuple[fx.Node, fx.Node]:
+    def _across(self, right: fx.Node) -> fx.Node:
+        return self._emit(aten.permute.default, right, [1, 0])
+
+    def _operand(
+        self, product: GroupedProduct, side: Side, plan: OperandPlan, *, is_left: bool
+    ) -> tuple[fx.Node, fx.Node]:
         """FP8 values and scales of one side, as ``kernels/scaled_grouped_mm.py`` has them."""
         base, transposed = untransposed(side.node)
         flipped = transposed != side.flipped
@@ -106,6 +145,10 @@ class GroupedEditor:
                 scale = self._emit(aten.view.default, scale, [stack[0], 1, -1])
         elif flipped:
             scale = self._emit(aten.permute.default, scale, [1, 0])
+        if self._fills(product) and rows_first:  # tokens are columns, and groups are of rows
+            q, rows_first, flipped = self._emit(aten.permute.default, q, [1, 0]), False, not flipped
+        if self._fills(product):
+            q = self.groups.fill(q, product.offsets, self.rules.alignment, like=self.site.node)
         if self.rules.needs_k_contiguous and not rows_first:
             q = emit_relayout(self.graph, q, True, 1, 1, like=self.site.node)
             flipped = not flipped
@@ -128,6 +171,11 @@ def _flat(stack: torch.Tensor) -> torch.Tensor:
 def _row_scales(scale: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
     """One scale per row: [1, 1] or [T, 1] -> [T]."""
     return scale.expand(left.shape[0], 1).reshape(-1).contiguous()
+
+
+def _group_scales(scale: torch.Tensor, left: torch.Tensor, groups: int) -> torch.Tensor:
+    """One scale per row and group: [1, 1] or [M, 1] -> [groups * M]."""
+    return scale.expand(left.shape[0], 1).reshape(-1).repeat(groups)
 
 
 def _column_scales(scale: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ from ..graph.emit import emit, getitem, inline, policy_of, value
 from ..graph.fp8_gemm import Fp8Gemm
 from ..graph.marks import Mark, set_mark
 from ..graph.matmul import GroupedMatmul, Matmul, OtherMatmul
+from ..graph.padded_groups import PaddedGroups
 from ..graph.producers import made_pointwise
 from ..graph.relayouts import emit_relayout
 from ..graph.roles import Names, Role
@@ -65,7 +66,7 @@ class RewriteMatmuls(GraphPass):
         self.rows += [_row(site, decision) for site, decision in zip(sites, decisions)]  # a graph may have subgraphs
         if self.strict:
             _check_dtypes(sites)
-        operands = ForwardOperands()
+        operands, groups = ForwardOperands(), PaddedGroups(graph)
         rewritten = 0
         for site, decision in zip(sites, decisions):
             set_mark(site.node, site=site.node.name, module=site.module, gemm=site.gemm)
@@ -74,7 +75,7 @@ class RewriteMatmuls(GraphPass):
             if isinstance(decision, Skip) or isinstance(site, OtherMatmul):
                 continue
             if isinstance(site, GroupedMatmul):
-                GroupedEditor(graph, site, decision, rules, operands).replace()
+                GroupedEditor(graph, site, decision, rules, operands, groups).replace()
             else:
                 _Editor(graph, site, decision, rules, operands).replace()
             rewritten += 1

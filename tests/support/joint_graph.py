@@ -229,7 +229,16 @@ def reference_scaled_grouped_mm(
     out_dtype: torch.dtype,
     use_fast_accum: bool = False,
 ) -> torch.Tensor:
-    """Row by row in FP64; scales of rows and of each group's columns. torch has no such operation for CPUs."""
+    """Row by row in FP64; scales of rows and of each group's columns. Where the contraction goes over groups, each has
+    scales of rows and columns of its own. torch has no such operation for CPUs."""
+    if right.dim() == 2:
+        ends, parts = offsets.tolist(), []
+        assert all(end % 16 == 0 for end in ends), ends
+        for group, (start, end) in enumerate(zip([0, *ends], ends)):
+            rows, columns = (scale.view(len(ends), -1)[group].double() for scale in (scale_left, scale_right))
+            product = left[:, start:end].double() @ right[start:end].double()
+            parts.append(product * rows[:, None] * columns)
+        return torch.stack(parts).to(out_dtype)
     groups = torch.bucketize(torch.arange(left.shape[0]), offsets, right=True)
     rows = left.double() * scale_left.double()[:, None]
     columns = right.double() * scale_right.double()[:, None, :]

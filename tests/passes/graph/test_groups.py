@@ -98,23 +98,53 @@ def test_a_cpu_multiplies_all_three(fp32: JointGraph, recipe: str) -> None:
     assert set(decided(fp32, make("cpu", recipe=recipe)).values()) == {""}
 
 
-def test_blocks_do_not_go_with_groups(fp32: JointGraph) -> None:
-    reasons = set(decided(fp32, make("cpu", recipe="blockwise")).values())
-    assert reasons == {"ragged groups: blocks of 128 would reach from one group into the next"}
+@pytest.mark.parametrize("recipe, target, size", [("blockwise", "cpu", 128), ("blockwise", "cuda:90", 128), ("nvfp4", "cuda:100", 16)])
+def test_blocks_that_no_gemm_of_groups_has_do_not_go_with_groups(
+    bf16: JointGraph, recipe: str, target: str, size: int
+) -> None:
+    reasons = set(decided(bf16, make(target, recipe=recipe)).values())
+    assert reasons == {f"ragged groups: blocks of {size} would reach from one group into the next"}
 
 
-@pytest.mark.parametrize("target", ["cuda:89", "cuda:100", "cuda:120", "hip:gfx942"])
+@pytest.mark.parametrize("recipe, target", [("mxfp8", "cpu"), ("mxfp8", "cuda:100"), ("blockwise", "cuda:100")])
+def test_experts_are_multiplied_in_mxfp8_where_their_sizes_are_multiples_of_its_blocks(
+    recipe: str, target: str
+) -> None:
+    multiple = 32 if target == "cpu" else 128
+    good, odd = (joint_of(k=128, n=n, tokens=512, dtype=torch.bfloat16) for n in (256, 272))
+    rules = make(target, recipe=recipe)
+    assert set(decided(good, rules).values()) == {""}
+    assert decided(odd, rules)["output"] == f"ragged groups: N=272 is not a multiple of {multiple}"
+    refused = decided(good, make(target, recipe=recipe, backward="dequantized"))["grad_weight"]
+    assert refused == "backward='dequantized': what experts multiply in MXFP8 can't be read again"
+
+
+def test_few_tokens_are_not_filled_up_to_many() -> None:
+    few = joint_of(k=128, n=128, tokens=511, dtype=torch.bfloat16)
+    reasons = set(decided(few, make("cuda:100", recipe="mxfp8")).values())
+    assert reasons == {"ragged groups: 511 tokens for 4 experts, fewer than the 128 that each is filled up to"}
+    assert set(decided(few, make("cpu", recipe="mxfp8")).values()) == {""}
+
+
+@pytest.mark.parametrize("target", ["cuda:89", "cuda:120", "hip:gfx942"])
 def test_a_gpu_without_such_a_gemm_is_named(bf16: JointGraph, target: str) -> None:
     reasons = set(decided(bf16, make(target, recipe="rowwise")).values())
     assert reasons == {f"ragged groups: torch has no FP8 gemm of them for {target}"}
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise"])
+def test_a_b200_names_the_recipe_that_it_has_for_groups(bf16: JointGraph, recipe: str) -> None:
+    reasons = set(decided(bf16, make("cuda:100", recipe=recipe)).values())
+    assert reasons == {"ragged groups: cuda:100 multiplies them in MXFP8 only (recipe='mxfp8')"}
 
 
 def test_what_torchs_gemm_for_gpus_refuses_is_skipped_with_the_reason(bf16: JointGraph) -> None:
     assert decided(bf16, make("cuda:90")) == {
         "output": "",
         "grad_input": "ragged groups: torch multiplies them in e4m3 only, not in e5m2",
-        "grad_weight": "ragged groups: cuda:90 wants sizes of groups that are multiples of 16",
+        "grad_weight": "ragged groups: torch multiplies them in e4m3 only, not in e5m2",
     }
+    assert set(decided(bf16, make("cuda:90", recipe="rowwise")).values()) == {""}
     odd = joint_of(k=40, n=48, dtype=torch.float32)
     assert decided(odd, make("cuda:90", recipe="rowwise"))["output"] == "ragged groups: K=40 is not a multiple of 16"
 
@@ -136,8 +166,7 @@ def test_a_product_over_tokens_is_known_by_its_form_and_not_by_its_place() -> No
         (site,) = joint_graph(PerGroup(), x, offsets_of(7, 0, 16, 1)).matmuls()
     assert isinstance(site, GroupedMatmul) and (site.gemm, site.shape) == ("output", (4, 32, 32, TOKENS))
     assert isinstance(decide(site, make("cpu")), Rewrite)
-    skipped = decide(site, make("cuda:90", recipe="rowwise"))
-    assert skipped == Skip("ragged groups: cuda:90 wants sizes of groups that are multiples of 16")
+    assert isinstance(decide(site, make("cuda:90", recipe="rowwise")), Rewrite)
 
 
 def test_names_switches_and_sizes_decide_as_for_other_products(fp32: JointGraph) -> None:
