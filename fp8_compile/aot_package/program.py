@@ -39,3 +39,19 @@ def rewritten(program: ExportedProgram, names: ModuleNames, config: Config) -> E
     if dump:
         dump.write_report(Report(tuple(pipeline.rows), "packed", "cpu", cache="off"))
     return program
+
+
+def writes_a_number(program: ExportedProgram) -> bool:
+    """True if a call may change a buffer of a single number, such as a count of tokens."""
+    named, buffers = program.graph_signature.inputs_to_buffers, dict(program.named_buffers())
+    reached = {node for node in program.graph.nodes if node.name in named and buffers[named[node.name]].numel() == 1}
+    for node in program.graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if schema is None or reached.isdisjoint(node.all_input_nodes):
+            continue
+        for argument, given in zip(schema.arguments, node.args):
+            if given in reached and argument.alias_info is not None and argument.alias_info.is_write:
+                return True
+        if any(one.alias_info is not None for one in schema.returns):
+            reached.add(node)
+    return False

@@ -22,9 +22,10 @@ from fp8_compile.packing.linear_layers import unwrapped, weight_of
 from fp8_compile.packing.packed_experts import PackedStack, replace_stack
 from fp8_compile.packing.packed_linear import PackedLinear
 from fp8_compile.packing.packed_weight import Matrix, PackedWeight
-from fp8_compile.packing.use_fp8_cache import Scales, check_kind, stored_scales, use_fp8_cache
+from fp8_compile.packing.use_fp8_cache import use_fp8_cache
 from fp8_compile.whole_files import write_json
 
+from .cache_scales import wanted_cache, without_cache_scales
 from .complete_folder import check_tokenizer, own_config, write_other_files
 from .experts import ExpertNames, join_plain, joined
 from .files import INDEX, read_tensors, read_with_files, remove_others
@@ -33,7 +34,7 @@ from .gguf import write_gguf
 from .gguf_vocabulary import CONVERTER
 from .mxfp4 import PARTS as MXFP4_PARTS
 from .mxfp4 import read_mxfp4
-from .packed_layers import LAYOUTS, Stored, check_whole, packed_layers, read_layers, without_cache_scales
+from .packed_layers import LAYOUTS, Stored, check_whole, packed_layers, read_layers
 from .safetensors_writer import write_safetensors
 from .stored_model import StoredModel, fuse_weights, stored_model
 
@@ -135,22 +136,6 @@ def load_checkpoint(
     if cache is not None:
         use_fp8_cache(root, cache)
     return model
-
-
-def wanted_cache(
-    kv_cache: str | None, root: nn.Module, tensors: Mapping[str, Tensor], folder: pathlib.Path
-) -> Scales | None:
-    """The static scales that a checkpoint's cache is to have, none for scales of each token; None for exact caches."""
-    check_kind(kv_cache, root)
-    if kv_cache != "fp8_static":
-        return None if kv_cache is None else {}
-    found = stored_scales(root, tensors)
-    if not found:
-        raise ValueError(
-            f"{folder}: kv_cache='fp8_static' takes k_scale and v_scale from the checkpoint, and it has none; expected "
-            "kv_cache='fp8', which scales each token by itself"
-        )
-    return found
 
 
 def place_packed(

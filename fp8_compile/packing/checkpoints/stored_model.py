@@ -16,6 +16,7 @@ from fp8_compile.packing.packed_linear import PackedLinear
 from fp8_compile.packing.packed_nvfp4_inputs import NVFP4InputsLinear
 from fp8_compile.packing.packed_weight import Matrix
 
+from .cache_scales import written_scales
 from .experts import ExpertNames, module_of_expert, part_of, split_plain
 from .quantization_config import Group, quantization_config
 
@@ -74,7 +75,9 @@ def stored_model(
         group = groups.setdefault((format.name, inputs), Group(written, inputs))
         group.experts = list(dict.fromkeys([*group.experts, *map(module_of_expert, parts)]))
     unpacked = dict.fromkeys(module_of_expert(name) for name, part in names.parts.items() if part.stack not in stacks)
-    return StoredModel(tensors, *quantization_config(list(groups.values()), ignore, list(unpacked)))
+    cache = written_scales(root, layout, names.stored)
+    described = quantization_config(list(groups.values()), ignore, list(unpacked), cache.strategy)
+    return StoredModel(tensors | cache.tensors, *described)
 
 
 def _nvfp4_inputs(
