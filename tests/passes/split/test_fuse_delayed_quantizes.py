@@ -128,7 +128,7 @@ quantize_delayed: (e5m2[8, 64], f32[1, 1], f32[1, 1], f32[1, 1]) = quantize_dela
     True)
 scaled_mm: f32[64, 32] = scaled_mm(quantize_delayed[0].T, cast_default, quantize_delayed[2].T, getitem_13, None,
     f32)
-cast: e4m3[64, 32] = cast(primals_1, quant_scale=getitem_15, dtype=e4m3, block=[-1, -1])
+cast: e4m3[64, 32] = cast(primals_1, getitem_15, e4m3, [-1, -1])
 scaled_mm_1: f32[8, 32] = scaled_mm(quantize_delayed[0], cast, quantize_delayed[2], getitem_16, None, f32)
 update_scales: (f32[32, 16], f32[2, 32], i32[10, 32], i32[1]) = update_scales(primals_8, primals_9, primals_10,
     primals_11, primals_12, 57344.0, max, 1)
