@@ -33,6 +33,7 @@ from fp8_compile.scaling.recorder import RunRecorder
 from fp8_compile.scaling.state import ScalingState
 from fp8_compile.selection import Selection
 from fp8_compile.target import Target
+from fp8_compile.torch_internals import patches
 from fp8_compile.torch_internals.dynamo import add_inputs, compiled_modules, frame_code, own_copy
 from fp8_compile.torch_internals.graphs import fake_like
 from fp8_compile.torch_internals.inductor import compile_joint, mode_options, passes_of_user
@@ -238,7 +239,9 @@ class _Graph:
         delay = None
         if self.slots:
             rule, held = update_rule(self.config), self.slots.state.held
-            delay = DelayScales(self.slots, rule, look_first=look_first, stats=self.config.stats, held=held)
+            calls = self.rules.target == "cpu" and patches.active("cheap_ops")
+            stats = self.config.stats
+            delay = DelayScales(self.slots, rule, look_first=look_first, stats=stats, held=held, calls=calls)
         scale_loss = ScaleLoss(self.names, wide=self.loss_scale.wide) if self.loss_scale else None
         return JointPipeline(
             self.rules,
