@@ -109,8 +109,12 @@ def _bytes_moved(node: BaseSchedulerNode) -> int:
 
 
 def _gemm_facts(gemm: ir.IRNode, left: ir.IRNode) -> tuple[int, bool]:
-    """FLOPs, and whether the operands are FP8."""
-    return 2 * _numel(gemm) * int(left.get_size()[-1]), left.get_dtype().itemsize == 1
+    """FLOPs, and whether the operands are FP8. Of a product per group of tokens, each token is in one group."""
+    if isinstance(gemm, ir.FallbackKernel):  # an operation of ours
+        (gemm,) = gemm.outputs
+    size = [int(one) for one in gemm.get_size()]
+    in_groups = len(size) == 3 and len(left.get_size()) == 2
+    return 2 * math.prod(size[in_groups:]) * int(left.get_size()[-1]), left.get_dtype().itemsize == 1
 
 
 def _extern_name(node: BaseSchedulerNode) -> str | None:

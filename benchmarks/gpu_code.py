@@ -1,7 +1,7 @@
 """Kernels and bytes of a training step as Inductor writes it for an absent GPU: FP8 against bf16 and torchao.
 
     python benchmarks/gpu_code.py [--cc 90|100|120] [--blocks swiglu ...] [--recipes delayed ...] [--json]
-                                  [--without RelayoutBytes ...]
+                                  [--peers tensorwise mxfp8 ...] [--without RelayoutBytes ...]
 
 Counted in the generated code: Triton kernels, gemms, and the bytes that everything but the gemms reads and writes.
 The milliseconds are a model, not a measurement: a kernel takes the longer of its bytes at the memory's full speed and
@@ -18,13 +18,12 @@ import argparse
 import contextlib
 import dataclasses
 import functools
-import io
 import json
-import logging
-from typing import Any, Callable, Iterator
+from typing import Any, Callable, Iterator, Sequence
 from unittest import mock
 
 import torch
+import torchao_peers
 from absent_gpu import AbsentGpu, absent_gpu
 from count_launches import Step
 from saved_bytes import GELU, TOKENS, WIDTH, SwiGLU
@@ -37,6 +36,7 @@ from fp8_compile.target import Target
 
 LAUNCH_SECONDS = 3e-6  # between the end of a kernel and the full speed of the next
 HEADS, SEQUENCES = 16, 2
+PEERS = ("tensorwise", "rowwise", "mxfp8")  # recipes of torchao; the last for sm_100
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +82,21 @@ class Attention(nn.Module):
         return heads.expand(-1, -1, repeats, -1, -1).reshape(batch, HEADS, time, self.size)
 
 
+class Experts(nn.Module):
+    """RMSNorm, SwiGLU experts on tokens that are sorted by expert, residual."""
+
+    def __init__(self, experts: int = 8, width: int = WIDTH // 2, hidden: int = WIDTH) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(width)
+        self.up = nn.Parameter(torch.empty(experts, 2 * hidden, width))
+        self.down = nn.Parameter(torch.empty(experts, width, hidden))
+
+    def forward(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        grouped = functools.partial(nn.functional.grouped_mm, offs=offsets)
+        gate, up = grouped(self.norm(x), self.up.transpose(1, 2)).chunk(2, -1)
+        return x + grouped(nn.functional.silu(gate) * up, self.down.transpose(1, 2))
+
+
 BLOCKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "swiglu": (SwiGLU, (TOKENS, WIDTH)),
     "attention": (Attention, (SEQUENCES, TOKENS // SEQUENCES, WIDTH)),
@@ -89,6 +104,7 @@ BLOCKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "fused-qkv": (functools.partial(Attention, fused=True), (SEQUENCES, TOKENS // SEQUENCES, WIDTH)),
     "biased": (functools.partial(Attention, fused=True, bias=True), (SEQUENCES, TOKENS // SEQUENCES, WIDTH)),  # GPT-2's
     "gqa": (functools.partial(Attention, kv_heads=4), (SEQUENCES, TOKENS // SEQUENCES, WIDTH)),
+    "experts": (Experts, (4 * TOKENS, WIDTH // 2)),
 }
 
 
@@ -96,31 +112,21 @@ def lower(gpu: AbsentGpu, block: str, **arguments: Any) -> Step:
     """The training step of a block in bf16."""
     make, shape = BLOCKS[block]
 
-    def inputs() -> tuple[torch.Tensor]:
-        return (torch.empty(shape, dtype=torch.bfloat16, requires_grad=True),)
+    def inputs() -> tuple[torch.Tensor, ...]:
+        x = torch.empty(shape, dtype=torch.bfloat16, requires_grad=True)
+        return (x, torch.empty(8, dtype=torch.int32)) if block == "experts" else (x,)
 
     return gpu.training_step(lambda: make().bfloat16(), inputs, **arguments)
 
 
-def torchao(recipe: str) -> Callable[[nn.Module], nn.Module]:
-    """A ``convert`` that swaps the Linears for torchao's."""
-    # On the CPU the import says twice that a library of CUDA kernels failed to load. It is made here, since inside
-    # absent_gpu torchao would believe in the GPU for good.
-    logging.disable(logging.WARNING)
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-    logging.disable(logging.NOTSET)
-    return functools.partial(convert_to_float8_training, config=Float8LinearConfig.from_recipe_name(recipe))
-
-
-def variants(capability: int, recipes: list[str]) -> dict[str, dict[str, Any]]:
+def variants(capability: int, recipes: list[str], peers: Sequence[str] = PEERS[:2]) -> dict[str, dict[str, Any]]:
     """Name -> arguments of ``lower``; the first is what the others are compared with."""
     target = Target.parse(f"cuda:{capability}")
-    found: dict[str, dict[str, Any]] = {
-        "torchao tensorwise": {"convert": torchao("tensorwise")},
-        "torchao rowwise": {"convert": torchao("rowwise")},
-        "inductor bf16": {},
-    }
+    by_name = {name: torchao_peers.float8(name) for name in peers if name != "mxfp8"}
+    if "mxfp8" in peers and capability == 100:
+        by_name["mxfp8"] = torchao_peers.mxfp8
+    found: dict[str, dict[str, Any]] = {f"torchao {name}": {"convert": convert} for name, convert in by_name.items()}
+    found["inductor bf16"] = {}
     for recipe in recipes:
         if recipe in target.recipes:
             found[f"fp8 {recipe}"] = {"backend": "fp8", "options": {"recipe": recipe, "target": str(target)}}
@@ -155,15 +161,19 @@ def estimates(step: Step, recipe: str | None) -> dict[str, float | None]:
     return {name: value if name in able else None for name, value in milliseconds.items()}
 
 
-def rows(capability: int, blocks: list[str], recipes: list[str]) -> Iterator[dict[str, Any]]:
+def rows(
+    capability: int, blocks: list[str], recipes: list[str], peers: Sequence[str] = PEERS[:2]
+) -> Iterator[dict[str, Any]]:
     """The table, a row a block and variant, each as soon as it is there."""
-    arguments = variants(capability, recipes)
+    arguments = variants(capability, recipes, peers)
     with absent_gpu(capability) as gpu:
         for block in blocks:
-            base = None
+            base, mxfp8 = None, None
             for name, how in arguments.items():
                 step = lower(gpu, block, **how)
                 base = base or step
+                mxfp8 = step if name == "torchao mxfp8" else mxfp8
+                of_mxfp8 = step.bytes_outside_gemms / mxfp8.bytes_outside_gemms if mxfp8 else None
                 yield {
                     "block": block,
                     "variant": name,
@@ -172,6 +182,7 @@ def rows(capability: int, blocks: list[str], recipes: list[str]) -> Iterator[dic
                     "other": step.others,
                     "mb_outside_gemms": round(step.bytes_outside_gemms / 1e6, 1),
                     "ratio": round(step.bytes_outside_gemms / base.bytes_outside_gemms, 3),
+                    "ratio_to_mxfp8": None if of_mxfp8 is None else round(of_mxfp8, 3),
                     "estimated_ms": estimates(step, how.get("options", {}).get("recipe")),
                 }
 
@@ -181,6 +192,7 @@ def main() -> None:
     parser.add_argument("--cc", type=int, choices=(90, 100, 120), default=90, help="compute capability")
     parser.add_argument("--blocks", nargs="+", choices=BLOCKS, default=list(BLOCKS))
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
+    parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS), help="recipes of torchao")
     parser.add_argument("--without", nargs="+", default=[], metavar="PASS", help="leave these passes out")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     arguments = parser.parse_args()
@@ -191,16 +203,17 @@ def main() -> None:
 
 def show(arguments: argparse.Namespace) -> None:
     """Print the table."""
-    table = rows(arguments.cc, arguments.blocks, arguments.recipes)
+    table = rows(arguments.cc, arguments.blocks, arguments.recipes, arguments.peers)
     if arguments.json:
         print(json.dumps(list(table), indent=2))
         return
     print(f"training step of one block, {TOKENS} tokens, d={WIDTH}, bf16, as generated for sm_{arguments.cc}")
-    print("ratio: bytes outside gemms to torchao tensorwise's; ms: a model, not a measurement (see --help)")
+    print("ratio: bytes outside gemms to the first row's, to torchao mxfp8's; ms: a model, not a measurement (see --help)")
     machines = "".join(f"{'~' + machine.name + ' ms':>10}" for machine in MACHINES)
-    print(f"{'block':11}{'variant':20}{'kernels':>8}{'gemms':>7}{'other':>7}{'MB':>9}{'ratio':>7}{machines}")
+    print(f"{'block':11}{'variant':20}{'kernels':>8}{'gemms':>7}{'other':>7}{'MB':>9}{'ratio':>7}{'mxfp8':>7}{machines}")
     for row in table:
         counts = "{block:11}{variant:20}{kernels:8}{gemms:7}{other:7}{mb_outside_gemms:9.1f}{ratio:7.2f}".format(**row)
+        counts += "      -" if row["ratio_to_mxfp8"] is None else f"{row['ratio_to_mxfp8']:7.2f}"
         values = ("-" if value is None else f"{value:.3f}" for value in row["estimated_ms"].values())
         print(counts + "".join(f"{value:>10}" for value in values), flush=True)
 

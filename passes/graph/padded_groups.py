@@ -9,7 +9,7 @@ from torch import fx
 
 from fp8_compile.kernels.padded_groups import layout, take_rows
 
-from .emit import inline, value
+from .emit import NEVER_SAVED, inline, value
 
 
 class PaddedGroups:
@@ -30,9 +30,10 @@ class PaddedGroups:
         return filled
 
     def cut(self, y: fx.Node, x: fx.Node, offsets: fx.Node, multiple: int, *, like: fx.Node) -> fx.Node:
-        """The rows of y, which was made of x filled up, that x has."""
+        """The rows of y, which was made of x filled up, that x has. Where backward needs them, y is saved: to store
+        what is cut would be a kernel of its own, where each reader can read y through the index."""
         *_, place = self._layout(offsets, x, multiple)
-        cut: fx.Node = inline(self.graph, take_rows, y, place, like=like)
+        cut: fx.Node = inline(self.graph, take_rows, y, place, like=like, tags=NEVER_SAVED)
         return cut
 
     def _layout(self, offsets: fx.Node, x: fx.Node, multiple: int) -> tuple[fx.Node, fx.Node, fx.Node]:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from typing import Any
 
 import gpu_code
 import pytest
+import torchao_peers
 from absent_gpu import absent_gpu
 from compile_kernels import compile_kernels, kernel_sources
 from count_launches import Launch, Step
-from torch import fx
+from torch import fx, nn
 
 from fp8_compile.config import RECIPES
 from fp8_compile.passes.split.relayout_bytes import RelayoutBytes
@@ -153,12 +155,12 @@ def test_the_table_compares_with_torchao_tensorwise(monkeypatch, capsys) -> None
     gpu_code.main()
     lines = capsys.readouterr().out.splitlines()
     assert "a model, not a measurement" in lines[1]
-    assert [line.split()[0] for line in lines[3:]] == 5 * ["gqa"]
+    assert [line.split()[0] for line in lines[3:]] == 6 * ["gqa"]
     assert lines[3].split()[1:8] == ["torchao", "tensorwise", "1", "1", "0", "2.0", "1.00"]
     (delayed,) = (line for line in lines if "fp8 delayed" in line)
     (mxfp8,) = (line for line in lines if "fp8 mxfp8" in line)
     assert delayed.split()[1:8] == ["fp8", "delayed", "1", "1", "0", "1.0", "0.50"]
-    assert mxfp8.split()[-2] == "-"
+    assert mxfp8.split()[7:10] == ["0.50", "0.50", "-"]  # to tensorwise, to torchao's MXFP8; no H100 has it
 
 
 def test_json_has_the_rows_of_the_table(monkeypatch, capsys) -> None:
@@ -167,8 +169,15 @@ def test_json_has_the_rows_of_the_table(monkeypatch, capsys) -> None:
     gpu_code.main()
     table = json.loads(capsys.readouterr().out)
     recipes = ["delayed", "tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4"]
-    assert [row["variant"] for row in table][3:] == [f"fp8 {recipe}" for recipe in recipes]
-    assert [row["ratio"] for row in table] == [1.0, 1.0, 0.5, *6 * [0.5]]
+    assert [row["variant"] for row in table][4:] == [f"fp8 {recipe}" for recipe in recipes]
+    assert [row["ratio"] for row in table] == [1.0, 1.0, 1.0, 0.5, *6 * [0.5]]
+    assert [row["ratio_to_mxfp8"] for row in table] == [None, None, 1.0, 0.5, *6 * [0.5]]
+
+
+def test_torchaos_mxfp8_is_refused_where_it_was_imported_without_a_gpu() -> None:
+    importlib.import_module(torchao_peers.KERNELS)
+    with pytest.raises(RuntimeError, match="no kernels in this process. Ask for it in a process of its own"):
+        torchao_peers.mxfp8(nn.Linear(32, 32))
 
 
 def test_a_pass_can_be_left_out_by_its_name() -> None:

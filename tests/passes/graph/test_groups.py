@@ -15,9 +15,16 @@ from fp8_compile.passes.joint.decide import Rewrite, Skip, decide
 EXPERTS, K, N, TOKENS = 4, 32, 48, 24
 
 
-def joint_of(*, k: int = K, n: int = N, transposed: bool = True, dtype: torch.dtype = torch.bfloat16) -> JointGraph:
+def joint_of(
+    *,
+    k: int = K,
+    n: int = N,
+    tokens: int = TOKENS,
+    transposed: bool = True,
+    dtype: torch.dtype = torch.bfloat16,
+) -> JointGraph:
     layer = Layer(EXPERTS, k, n, transposed=transposed, dtype=dtype)
-    return joint_graph(layer, torch.randn(TOKENS, k, dtype=dtype, requires_grad=True), offsets_of(7, 0, 16, 1))
+    return joint_graph(layer, torch.randn(tokens, k, dtype=dtype, requires_grad=True), offsets_of(7, 0, 16, 1))
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +105,9 @@ def test_a_cpu_multiplies_all_three(fp32: JointGraph, recipe: str) -> None:
     assert set(decided(fp32, make("cpu", recipe=recipe)).values()) == {""}
 
 
-@pytest.mark.parametrize("recipe, target, size", [("blockwise", "cpu", 128), ("blockwise", "cuda:90", 128), ("nvfp4", "cuda:100", 16)])
+@pytest.mark.parametrize(
+    "recipe, target, size", [("blockwise", "cpu", 128), ("blockwise", "cuda:90", 128), ("nvfp4", "cuda:100", 16)]
+)
 def test_blocks_that_no_gemm_of_groups_has_do_not_go_with_groups(
     bf16: JointGraph, recipe: str, target: str, size: int
 ) -> None:

@@ -16,6 +16,7 @@ from grouped import Experts, Layer, offsets_of
 from joint_graph import JointGraph, assert_gpu_accepts, joint_graph, make, random_inputs, run, run_passes
 from torch import Tensor, fx, nn
 
+from fp8_compile.kernels.mxfp8 import dequantize_mx, quantize_mx
 from fp8_compile.passes.graph.marks import mark_of
 
 EXPERTS, K, N, TOKENS = 4, 32, 48, 24
@@ -209,3 +210,85 @@ def test_an_fp32_model_on_a_gpu_gets_what_torch_writes_in_its_own_dtype() -> Non
     graph = run_passes(joint_of(torch.float32), make("cuda:90", recipe="rowwise"))[-1].graph
     assert assert_gpu_accepts(graph) == 3
     assert {t.dtype for t in run(graph, Given.of(graph).inputs) if t is not None} == {torch.float32}
+
+
+@functools.cache
+def wide(dtype: torch.dtype, *, transposed: bool = True) -> JointGraph:
+    """Experts whose sizes MXFP8 takes on a GPU."""
+    torch.manual_seed(0)
+    layer = Layer(EXPERTS, 128, 256, transposed=transposed, dtype=dtype)
+    x = torch.randn(4 * 128, 128, dtype=dtype, requires_grad=True)
+    return joint_graph(layer, x, offsets_of(7, 0, 400, 1))
+
+
+WIDE_GROUPS = [(7, 0, 400, 1), (0, 512, 0, 0), (3, 4, 5, 6), (0, 0, 0, 0), (128, 256, 127, 1)]
+
+
+def of_groups(graph: fx.Graph, sizes: tuple[int, ...]) -> list[Tensor]:
+    return [offsets_of(*sizes) if t.dtype == torch.int32 else t for t in random_inputs(graph)]
+
+
+def test_experts_in_mxfp8_are_quantized_in_groups_that_are_filled_up_where_tokens_are_summed() -> None:
+    steps = run_passes(wide(torch.bfloat16), make("cpu", recipe="mxfp8"))
+    assert (steps[1].changes, steps[2].changes) == (3, 1)
+    shown = ("quantize_mx", "mx_grouped_mm", "view", "permute")
+    expecttest.assert_expected_inline(render(steps[2].graph, lambda node: op_name(node) in shown), """\
+quantize_mx: (e4m3[512, 128], u8[512, 4]) = quantize_mx(primals_2, [1, 32])
+view: bf16[1024, 128] = view(primals_1, [-1, 128])
+quantize_mx_1: (e4m3[1024, 128], u8[32, 4]) = quantize_mx(view, [32, 32])
+view_1: e4m3[4, 256, 128] = view(quantize_mx_1[0], [4, 256, 128])
+view_2: u8[4, 8, 4] = view(quantize_mx_1[1], [4, 8, 4])
+permute: e4m3[4, 128, 256]{32768, 1, 128} = permute(view_1, [0, 2, 1])
+permute_1: u8[4, 4, 8]{32, 1, 4} = permute(view_2, [0, 2, 1])
+mx_grouped_mm: bf16[512, 256] = mx_grouped_mm(quantize_mx[0], permute, primals_3, quantize_mx[1], permute_1, bf16)
+quantize_mx_2: (e4m3[640, 256], u8[20, 256]) = quantize_mx(where_1, [32, 1])
+quantize_mx_3: (e4m3[640, 128], u8[20, 128]) = quantize_mx(where_2, [32, 1])
+mx_grouped_mm_1: bf16[4, 256, 128] = mx_grouped_mm(quantize_mx_2[0].T, quantize_mx_3[0], cumsum, quantize_mx_2[1].T,
+    quantize_mx_3[1], bf16)
+permute_2: bf16[4, 128, 256]{32768, 1, 128} = permute(mx_grouped_mm_1, [0, 2, 1])
+quantize_mx_4: (e4m3[512, 256], u8[512, 8]) = quantize_mx(tangents_1, [1, 32])
+mx_grouped_mm_2: bf16[512, 128] = mx_grouped_mm(quantize_mx_4[0], view_1, primals_3, quantize_mx_4[1], view_2, bf16)
+permute_3: bf16[4, 256, 128] = permute(permute_2, [0, 2, 1])
+return mx_grouped_mm, permute_3, mx_grouped_mm_2, None
+""")
+
+
+@pytest.mark.parametrize("transposed", [True, False], ids=["kept as [E, N, K]", "kept as [E, K, N]"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_b200_multiplies_groups_that_are_filled_up_to_the_numbers_of_a_cpu(
+    dtype: torch.dtype, transposed: bool
+) -> None:
+    joint = wide(dtype, transposed=transposed)
+    graphs = [run_passes(joint, make(target, recipe="mxfp8"))[-1].graph for target in ("cpu", "cuda:100")]
+    made = [node for node in graphs[1].nodes if op_name(node) == "swizzled_mx_grouped_mm"]
+    assert sorted(str(mark_of(node).gemm) for node in made) == ["grad_input", "grad_weight", "output"]
+    for sizes in WIDE_GROUPS:
+        on_cpu, on_gpu = (run(graph, of_groups(graph, sizes)) for graph in graphs)
+        for one, two in zip(on_cpu, on_gpu, strict=True):
+            if one is not None:  # torch's gemm for groups writes bf16
+                assert two.dtype == dtype and torch.equal(one.bfloat16(), two.bfloat16()), sizes
+
+
+def test_blockwise_on_a_b200_has_the_numbers_of_blocks_whose_scales_are_powers_of_two() -> None:
+    graph = run_passes(wide(torch.bfloat16), make("cuda:100", recipe="blockwise"))[-1].graph
+    given = of_groups(graph, (7, 0, 400, 1))
+    x, w = (t for t in given[:-1] if t.is_floating_point() and t.dim() in (2, 3))
+    x, w = (x, w) if x.dim() == 2 else (w, x)
+    y = next(t for t in run(graph, given) if t is not None)
+    rounded = dequantize_mx(*quantize_mx(x, (1, 128)), (1, 128)).double()
+    start = 0
+    for expert, end in enumerate((7, 7, 407, 408)):
+        of_expert = dequantize_mx(*quantize_mx(w[expert], (128, 128)), (128, 128)).double()
+        torch.testing.assert_close(y[start:end].double(), rounded[start:end] @ of_expert.t(), rtol=2**-7, atol=1e-3)
+        start = end
+
+
+def test_groups_of_any_number_of_tokens_are_filled_up_by_one_graph() -> None:
+    layer = Layer(EXPERTS, 128, 128, dtype=torch.bfloat16)
+    x = torch.randn(600, 128, dtype=torch.bfloat16, requires_grad=True)
+    joint = joint_graph(layer, x, offsets_of(7, 0, 400, 1), dynamic=True)
+    steps = run_passes(joint, make("cuda:100", recipe="mxfp8"))
+    assert (steps[1].changes, steps[3].changes) == (3, 3)
+    made = [node.meta["val"][0] for node in steps[3].graph.nodes if op_name(node) == "quantize_mx_swizzled"]
+    rows = [q.shape[0] for q in made]
+    assert sum(isinstance(size, torch.SymInt) for size in rows) == 4  # of the input and of the gradient, both ways
