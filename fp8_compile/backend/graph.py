@@ -199,7 +199,7 @@ class _Graph:
         if not self._added and (self.state is None or self.trains):
             return NotedCode(compiled, self.grids) if self.trains and self.grids else compiled
         slots = self.slots if self.slots and self.slots.uses else None
-        looks = slots is not None and not slots.frozen and not self._looks_itself
+        looks = slots is not None and not slots.frozen and not self._looks_itself and self.config.delays
         warms = slots is not None and self.config.warmup_steps > 0 and torch.is_grad_enabled()
         records = slots is not None and dump is not None and dump.trains and self.config.stats
         tell_dump = functools.partial(_tell_dump, dump, records) if dump is not None else None
@@ -238,7 +238,8 @@ class _Graph:
         delay = None
         if self.slots:
             rule, held = update_rule(self.config), self.slots.state.held
-            delay = DelayScales(self.slots, rule, look_first=look_first, stats=self.config.stats, held=held)
+            stats, exact = self.config.stats, not self.config.delays
+            delay = DelayScales(self.slots, rule, look_first=look_first, stats=stats, held=held, exact=exact)
         scale_loss = ScaleLoss(self.names, wide=self.loss_scale.wide) if self.loss_scale else None
         return JointPipeline(
             self.rules,
