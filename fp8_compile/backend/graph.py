@@ -200,7 +200,7 @@ class _Graph:
         if not self._added and (self.state is None or self.trains):
             return NotedCode(compiled, self.grids) if self.trains and self.grids else compiled
         slots = self.slots if self.slots and self.slots.uses else None
-        looks = slots is not None and not slots.frozen and not self._looks_itself
+        looks = slots is not None and not slots.frozen and not self._looks_itself and self.config.delays
         warms = slots is not None and self.config.warmup_steps > 0 and torch.is_grad_enabled()
         records = slots is not None and dump is not None and dump.trains and self.config.stats
         tell_dump = functools.partial(_tell_dump, dump, records) if dump is not None else None
@@ -240,8 +240,8 @@ class _Graph:
         if self.slots:
             rule, held = update_rule(self.config), self.slots.state.held
             calls = self.rules.target == "cpu" and patches.active("cheap_ops")
-            stats = self.config.stats
-            delay = DelayScales(self.slots, rule, look_first=look_first, stats=stats, held=held, calls=calls)
+            how = {"stats": self.config.stats, "held": held, "exact": not self.config.delays, "calls": calls}
+            delay = DelayScales(self.slots, rule, look_first=look_first, **how)
         scale_loss = ScaleLoss(self.names, wide=self.loss_scale.wide) if self.loss_scale else None
         return JointPipeline(
             self.rules,

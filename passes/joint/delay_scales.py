@@ -72,6 +72,8 @@ class DelayScales(GraphPass):
     then makes sure that backward has the scales that its forward had.
     After:   known = clone(scales)
              amaxes' = fp8_compile.accumulate_amaxes(amaxes, [amax, ...], [row, ...]);  copy_(amaxes, amaxes')
+
+    ``exact``: every tensor has its own scale, and slots are for ``stats`` alone.
     """
 
     def __init__(
@@ -82,13 +84,15 @@ class DelayScales(GraphPass):
         look_first: bool,
         stats: bool = False,
         held: bool = False,
+        exact: bool = False,
         calls: bool = False,
     ) -> None:
         self.pool, self.rule, self.look_first, self.stats, self.held = pool, rule, look_first, stats, held
+        self.exact = exact
         self.calls = calls and look_first
 
     def run(self, graph: fx.Graph) -> PassReport:
-        nodes = delayed_nodes(graph)
+        nodes = [] if self.exact else delayed_nodes(graph)
         state = state_of(graph)
         if not state:
             return PassReport(0, "quantizes delayed")
@@ -108,8 +112,8 @@ class DelayScales(GraphPass):
 
     @staticmethod
     def _count(graph: fx.Graph, node: fx.Node, table: TableInGraph, row: int) -> None:
-        """Count what becomes of blocks, which have scales of their own. MXFP8 has no scale of the whole tensor, whose
-        amax is recorded to be looked at."""
+        """Count what becomes of blocks, which have scales of their own. Where the state has no scale of the whole
+        tensor (MXFP8, exact global scales), its amax is recorded to be looked at."""
         counted = count_block_quantize(graph, node)
         if row in table.rows:
             table.counted[row] = counted

@@ -258,9 +258,46 @@ def packed_base(rank: int, folder: pathlib.Path) -> dict[str, Any]:
     return found
 
 
+def switched(rank: int, folder: pathlib.Path) -> dict[str, Any]:
+    """Forward gemms go to high precision in mid-run and come back, under DDP, whose buckets split the graph, and under
+    FSDP2."""
+    half = slice(rank * ROWS // 2, (rank + 1) * ROWS // 2)
+    found: dict[str, Any] = {}
+    for kind in ("ddp", "fsdp"):
+        torch._dynamo.reset()
+        model, backend = Blocks(), UncompiledBackend()
+        wrapped: nn.Module = model
+        if kind == "ddp":
+            dist._DEFAULT_FIRST_BUCKET_BYTES = 1
+            wrapped = DistributedDataParallel(model, bucket_cap_mb=0.02)
+        else:
+            for part in (*model.blocks, model):
+                fully_shard(part, mesh=init_device_mesh("cpu", (2,)))
+        compiled = torch.compile(wrapped, backend=backend)
+        found[kind] = train_and_switch(model, compiled, half)
+        found[kind]["rows"] = [
+            sum(row.gemm == "output" and "set_precision" in row.reason for row in report.skipped)
+            for report in backend.reports
+        ]
+    return found
+
+
+def train_and_switch(model: nn.Module, compiled: Any, part: slice = slice(None)) -> dict[str, Any]:
+    """Two steps, two with forward gemms in high precision, and two as before: losses, the scaling state after each
+    pair, and parameters."""
+    optimizer, losses, states = make_optimizer(model), [], []
+    fp8_compile.attach(compiled, optimizer)
+    for start, output in ((0, None), (2, "high"), (4, None)):
+        fp8_compile.set_precision(compiled, output=output)
+        losses += train(compiled, optimizer, range(start, start + 2), part)
+        states.append(fp8_compile.scaling_state(model).state_dict())
+    parameters = [getattr(one, "full_tensor", lambda one=one: one)().detach() for one in model.parameters()]
+    return {"losses": losses, "states": states, "parameters": parameters}
+
+
 SCENARIOS = {
     "ddp": ddp, "fsdp": fsdp, "tensor_parallel": tensor_parallel, "without_gradients": without_gradients,
-    "by_block": by_block, "packed_base": packed_base,
+    "by_block": by_block, "packed_base": packed_base, "switched": switched,
 }  # fmt: skip
 
 
