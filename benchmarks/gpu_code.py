@@ -208,7 +208,7 @@ def show(arguments: argparse.Namespace) -> None:
         print(json.dumps(list(table), indent=2))
         return
     print(f"training step of one block, {TOKENS} tokens, d={WIDTH}, bf16, as generated for sm_{arguments.cc}")
-    print("ratio: bytes outside gemms to the first row's, to torchao mxfp8's; ms: modelled (see --help)")
+    print("ratio: bytes outside gemms to the first row's and torchao mxfp8's; ms: a model, not a measurement (--help)")
     machines = "".join(f"{'~' + machine.name + ' ms':>10}" for machine in MACHINES)
     print(f"{'block':11}{'variant':20}{'kernels':>8}{'gemms':>7}{'other':>7}{'MB':>9}{'ratio':>7}{'mxfp8':>7}{machines}")
     for row in table:
