@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
+from typing import Any
 
 # Before torch reads them. `pytest -n 2` runs a worker a core: more threads in each would only fight for the cores.
 THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else os.cpu_count() or 1
@@ -48,3 +50,22 @@ def seed() -> int:
 def generator(seed: int) -> torch.Generator:
     """A source of random numbers of the test's own."""
     return torch.Generator().manual_seed(seed)
+
+
+@pytest.fixture(scope="session")
+def ranks_folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """One for all workers of pytest-xdist, so that the ranks are started once."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "two_ranks"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def ranks(ranks_folder: Any) -> Any:
+    """What two ranks saw, by scenario."""
+    from two_ranks import run_two_ranks
+
+    with open(ranks_folder / "lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        return run_two_ranks(ranks_folder)
