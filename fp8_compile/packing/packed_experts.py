@@ -180,7 +180,7 @@ class RoundedMatrices(RoundsInputs):
     """Some matrices, dequantized."""
 
 
-class RoundingStack(LazyStack, RoundsInputs):
+class RoundingStack(RoundsInputs, LazyStack):
     """The whole stack, of which those that are looked up are dequantized."""
 
 
