@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import logging
 import os
 from collections.abc import Iterator
+from typing import Any
 
 # Before torch reads them. `pytest -n 2` runs a worker a core: more threads in each would only fight for the cores.
 THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else os.cpu_count() or 1
@@ -64,3 +66,22 @@ def without_onednn() -> Iterator[None]:
     enabled = torch.backends.mkldnn.set_flags(False)[0]
     yield
     torch.backends.mkldnn.set_flags(enabled)
+
+
+@pytest.fixture(scope="session")
+def ranks_folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """One for all workers of pytest-xdist, so that the ranks are started once."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "two_ranks"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def ranks(ranks_folder: Any) -> Any:
+    """What two ranks saw, by scenario."""
+    from two_ranks import run_two_ranks
+
+    with open(ranks_folder / "lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        return run_two_ranks(ranks_folder)

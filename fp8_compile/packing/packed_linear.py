@@ -16,13 +16,12 @@ from torch.nn import functional as F
 
 from fp8_compile.kernels import fp8_weight
 from fp8_compile.kernels.fp8_inputs import round_inputs_op
-from fp8_compile.kernels.fp8_weight import FP8Weight
 from fp8_compile.kernels.nvfp4 import ops
 from fp8_compile.kernels.nvfp4.weight import NVFP4Weight
 
 from .linear_layers import is_conv1d
 from .packed_weight import Matrix, NVFP4Parts, PackedWeight
-from .static_inputs import StaticInputs
+from .static_inputs import FP8Parts
 from .uncompiled_product import autocast, product
 
 # What a layer has beside its buffers, where its format knows it.
@@ -183,25 +182,8 @@ class NVFP4Linear(NVFP4Parts, PackedLinear):
         return f"{super().extra_repr()}, activations={self.activations}, layout={self.layout}"
 
 
-class FP8Linear(StaticInputs, PackedLinear):
-    """Weight in E4M3, one scale per row: codes e4m3 [N, K], scales fp32 [N].
-
-    ``activations="fp8"``: inputs are rounded to E4M3 too, by ``input_scale`` (fp32 [], a calibration's amax / 448), or
-    where that is None each row by its own amax.
-    """
-
-    packed, matrix_type = ("codes", "scales"), FP8Weight
-    codes: Tensor
-    scales: Tensor
-
-    @property
-    def static_inputs(self) -> bool | None:
-        return None if self.activations is None else self.input_scale is not None
-
-    @property
-    def inputs(self) -> str:
-        words = {None: "", True: "inputs e4m3, static scale", False: "inputs e4m3, dynamic scale a row"}
-        return words[self.static_inputs]
+class FP8Linear(FP8Parts, PackedLinear):
+    """Weight in FP8, one scale per row."""
 
     def forward(self, input: Tensor) -> Tensor:
         rows = input.reshape(-1, self.in_features)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fp8_compile.packing.calibration import Calibration
 from fp8_compile.packing.input_scales import shared_scales
 from fp8_compile.packing.linear_layers import unwrapped, weight_of
-from fp8_compile.packing.packed_experts import PackedStack, replace_stack
+from fp8_compile.packing.packed_experts import FP8Stack, PackedStack, replace_stack
 from fp8_compile.packing.packed_linear import PackedLinear
 from fp8_compile.packing.packed_weight import Matrix, PackedWeight
 from fp8_compile.packing.use_fp8_cache import use_fp8_cache
@@ -157,7 +157,7 @@ def place_packed(
     stacks: dict[str, PackedStack] = {}
     if names.stacks:
         check_experts(names, tensors, found, where)
-        stacks, experts = _read_experts(names, tensors, found, device)
+        stacks, experts = _read_experts(names, tensors, found, device, activations)
         mixtures = read_mxfp4(names, tensors, device)
         of_mixtures = {f"{stack}_{part}" for stack in mixtures for part in MXFP4_PARTS}
         kept = {
@@ -215,7 +215,11 @@ def packed_stacks(root: nn.Module, names: Collection[str] | None = None) -> dict
 
 
 def _read_experts(
-    names: ExpertNames, tensors: Mapping[str, Tensor], found: Mapping[str, Stored], device: torch.device | None
+    names: ExpertNames,
+    tensors: Mapping[str, Tensor],
+    found: Mapping[str, Stored],
+    device: torch.device | None,
+    activations: str | None,
 ) -> tuple[dict[str, PackedStack], dict[str, str]]:
     """The stacks that the checkpoint has packed, and its layers with the stack that each is of."""
     stacks: dict[str, PackedStack] = {}
@@ -228,6 +232,10 @@ def _read_experts(
         place = device or next(iter([*module.parameters(), *module.buffers()])).device
         read = read_layers({layer: found[layer] for layer in layers if layer in found}, tensors)
         packed = joined(stack, layers, read, before.dtype, tuple(before.shape)).to(place)
+        if isinstance(packed, FP8Stack) and activations == "fp8":
+            scales = _input_scales({layer: found[layer] for layer in read}, tensors)
+            if scales:  # of experts the largest: none saturates
+                packed.use_activations("fp8", torch.stack(list(scales.values())).amax().to(place))
         stacks[stack] = packed
         taken |= dict.fromkeys(layers, stack)
     return stacks, taken

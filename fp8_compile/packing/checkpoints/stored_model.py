@@ -68,10 +68,12 @@ def stored_model(
     for stack, module in stacks.items():
         format = format_of(module)
         check_stack(stack, format, layout)
-        written, inputs = format.layout(layout, stack), True if stack in scales else STACK_INPUTS.get(format.name)
+        written, own = format.layout(layout, stack), module.static_inputs
+        inputs = True if stack in scales else STACK_INPUTS.get(format.name) if own is None else own
         parts = names.of(stack)
+        scale = scales.get(stack, module._buffers.get("input_scale"))
         for name, part in parts.items():
-            tensors |= written.tensors(name, part_of(module, part), scales.get(stack))
+            tensors |= written.tensors(name, part_of(module, part), scale)
         group = groups.setdefault((format.name, inputs), Group(written, inputs))
         group.experts = list(dict.fromkeys([*group.experts, *map(module_of_expert, parts)]))
     unpacked = dict.fromkeys(module_of_expert(name) for name, part in names.parts.items() if part.stack not in stacks)

@@ -2,36 +2,17 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
-
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from two_ranks import HIDDEN, WIDTH, Blocks, make_optimizer, run_two_ranks, train, train_and_switch
+from two_ranks import HIDDEN, WIDTH, Blocks, make_optimizer, train, train_and_switch
 from uncompiled import UncompiledBackend
 
 import fp8_compile
 from fp8_compile.scaling.distributed_checkpoint import load_scaling_state
 from fp8_compile.scaling.model_state import request
 from fp8_compile.training.amax_reduction import AmaxReduction, reduces_amaxes
-
-
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory):  # type: ignore[no-untyped-def]
-    """One for all workers of pytest-xdist, so that the ranks are started once."""
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "two_ranks"
-    folder.mkdir(exist_ok=True)
-    return folder
-
-
-@pytest.fixture(scope="session")
-def ranks(folder):  # type: ignore[no-untyped-def]
-    with open(folder / "lock", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        return run_two_ranks(folder)
 
 
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
@@ -87,12 +68,12 @@ def test_blocks_that_are_recomputed_compiled_and_sharded_one_by_one_share_code_a
     assert all(same(a, b) for one, other in zip(first, second) for a, b in zip(one, other)), "all ranks have the same"
 
 
-def test_a_checkpoint_of_two_ranks_is_read_by_one_process(ranks, folder) -> None:
+def test_a_checkpoint_of_two_ranks_is_read_by_one_process(ranks, ranks_folder) -> None:
     model = Blocks(seed=2)
     loaded = {"model": model.state_dict()}
-    dcp.load(loaded, checkpoint_id=folder / "checkpoint")
+    dcp.load(loaded, checkpoint_id=ranks_folder / "checkpoint")
     model.load_state_dict(loaded["model"])
-    load_scaling_state(model, folder / "checkpoint")
+    load_scaling_state(model, ranks_folder / "checkpoint")
     state = fp8_compile.scaling_state(model)
     assert same(state.state_dict(), ranks["fsdp"][0]["saved"])
     compiled = torch.compile(model, backend="fp8")
@@ -100,7 +81,7 @@ def test_a_checkpoint_of_two_ranks_is_read_by_one_process(ranks, folder) -> None
     halves = [rank["losses"][0][0] for rank in ranks["fsdp"]]
     assert losses[0] == pytest.approx(sum(halves) / 2, rel=1e-5)
     with pytest.raises(ValueError, match="no scaling state under 'scales'; it has model, optimizer, scaling"):
-        load_scaling_state(model, folder / "checkpoint", key="scales")
+        load_scaling_state(model, ranks_folder / "checkpoint", key="scales")
 
 
 def test_tensor_parallel_ranks_share_scales_and_copy_their_own_half_of_each_weight(ranks) -> None:

@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from unnamed import Unnamed
 
 from fp8_compile import quantize_nvfp4
-from fp8_compile.kernels import experts, fp8_weight
+from fp8_compile.kernels import experts, fp8_inputs, fp8_weight
 from fp8_compile.passes.joint.multiply_packed import MultiplyPacked
 
 aten = torch.ops.aten
@@ -109,3 +109,14 @@ def test_other_uses_of_a_stack_are_left_alone(function) -> None:
     traced, one = rewritten(function, X, *NVFP4)
     assert experts.nvfp4_mm_op not in targets(traced) and experts.nvfp4_dequantize_op in targets(traced)
     assert one.rows == []
+
+
+def test_a_gpu_multiplies_rounded_inputs_by_the_dequantized_stack() -> None:
+    def rounding(x: Tensor, ends: Tensor, codes: Tensor, scales: Tensor, input_scale: Tensor) -> Tensor:
+        w = experts.fp8_dequantize_rounding_op(codes, scales, input_scale, torch.bfloat16)
+        return aten._grouped_mm(x.bfloat16(), w.transpose(1, 2), ends)
+
+    for target, wanted in (("cuda:90", fp8_inputs.round_inputs_op), ("cpu", fp8_inputs.quantize_inputs_op)):
+        traced, one = rewritten(rounding, X, ENDS, *FP8, torch.tensor(0.01), target=target)
+        assert targets(traced).count(wanted) == 1
+        assert (experts.fp8_mm_op in targets(traced)) == (target == "cpu")
