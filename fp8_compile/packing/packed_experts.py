@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8_compile.kernels import experts as ops
+from fp8_compile.kernels.cpu.large_pages import in_large_pages
 from fp8_compile.kernels.fp8_weight import FP8Weight
 from fp8_compile.kernels.nvfp4.ops import STANDARD, to_standard
 from fp8_compile.kernels.nvfp4.weight import NVFP4Weight
@@ -108,7 +109,7 @@ class FP8Stack(PackedStack):
     @classmethod
     def of(cls, matrices: Sequence[FP8Weight], dtype: torch.dtype, transposed: bool) -> FP8Stack:
         codes, scales = (torch.stack(parts) for parts in zip(*matrices))
-        return cls(codes.shape, dtype, transposed, {"codes": codes, "scales": scales})
+        return cls(codes.shape, dtype, transposed, {"codes": in_large_pages(codes), "scales": scales})
 
     def matrix(self, expert: int) -> FP8Weight:
         return FP8Weight(self.codes[expert], self.scales[expert])

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fp8_compile.kernels import fp8_weight
+from fp8_compile.kernels.cpu.large_pages import in_large_pages
 from fp8_compile.kernels.fp8_inputs import ACTIVATIONS, round_inputs_op
 from fp8_compile.kernels.fp8_weight import FP8Weight
 from fp8_compile.kernels.nvfp4 import ops
@@ -210,7 +211,7 @@ class FP8Linear(PackedLinear):
         assert isinstance(layer, FP8Linear)
         layer.transposed = transposed
         n, k = weight.shape
-        layer._become(k, n, dtype, {"codes": weight.codes, "scales": weight.scales})
+        layer._become(k, n, dtype, {"codes": in_large_pages(weight.codes), "scales": weight.scales})
         layer.use_activations(activations, input_scale)
 
     def matrix(self) -> FP8Weight:
