@@ -25,7 +25,7 @@ from fp8_compile.kernels.fp8_weight import FP8Weight
 from fp8_compile.kernels.mx_weight import MXWeight
 from fp8_compile.kernels.nvfp4 import ops as nvfp4
 from fp8_compile.kernels.nvfp4.quantize import METHODS, NEED_HESSIAN, check_method, own_global_scale, quantize_nvfp4
-from fp8_compile.kernels.nvfp4.weight import NVFP4Weight
+from fp8_compile.kernels.nvfp4.weight import NVFP4Weight, with_global_scale
 from fp8_compile.kernels.scaled_codes import ScaledCodes
 
 from .calibration import Calibration
@@ -164,10 +164,24 @@ class NVFP4Format(Format[NVFP4Weight]):
             scales = [matrices[name].global_scale for name in group]
             if all(torch.equal(scale, scales[0]) for scale in scales):
                 continue
+            same = by_one_scale([matrices[name] for name in group])
+            if same is not None:
+                matrices.update(zip(group, same))
+                continue
             shared = torch.stack([scale.cpu() for scale in scales]).amax()
             log.warning("%s: given one global scale, their block scales searched again", ", ".join(group))
             for name in group:
                 matrices[name] = quantize_nvfp4(matrices[name].dequantize(), "sweep", global_scale=shared, name=name)
+
+
+def by_one_scale(weights: Sequence[NVFP4Weight]) -> list[NVFP4Weight] | None:
+    """The same numbers by one global scale, one of theirs; None where no such scale gives all of them exactly."""
+    for scale in dict.fromkeys(float(one.global_scale) for one in weights):
+        found = [with_global_scale(one, torch.tensor(scale)) for one in weights]
+        same = [one for one in found if one is not None]
+        if len(same) == len(weights):
+            return same
+    return None
 
 
 class ScaledCodesFormat(Format[C]):

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8_compile.kernels import experts as ops
+from fp8_compile.kernels.cpu.large_pages import in_large_pages
 from fp8_compile.kernels.fp8_inputs import round_inputs_op
 from fp8_compile.kernels.nvfp4.ops import STANDARD, to_standard
 from fp8_compile.kernels.nvfp4.weight import NVFP4Weight
@@ -106,7 +107,7 @@ class FP8Stack(FP8Parts, PackedStack):
     """codes e4m3 [E, N, K], scales fp32 [E, N]; inputs of all experts have the same scale, where it is static."""
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, transposed: bool, parts: dict[str, Tensor]) -> None:
-        super().__init__(shape, dtype, transposed, parts)
+        super().__init__(shape, dtype, transposed, {**parts, "codes": in_large_pages(parts["codes"])})
         self.use_activations(None)
 
     def dequantize(self, dtype: torch.dtype = torch.float32, which: Tensor | None = None) -> Tensor:

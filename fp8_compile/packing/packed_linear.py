@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fp8_compile.kernels import fp8_weight
+from fp8_compile.kernels.cpu.large_pages import in_large_pages
 from fp8_compile.kernels.fp8_inputs import round_inputs_op
+from fp8_compile.kernels.fp8_weight import FP8Weight
 from fp8_compile.kernels.nvfp4 import ops
 from fp8_compile.kernels.nvfp4.weight import NVFP4Weight
 
@@ -184,6 +186,18 @@ class NVFP4Linear(NVFP4Parts, PackedLinear):
 
 class FP8Linear(FP8Parts, PackedLinear):
     """Weight in FP8, one scale per row."""
+
+    @classmethod
+    def convert(
+        cls,
+        layer: nn.Module,
+        weight: FP8Weight,
+        dtype: torch.dtype,
+        activations: str | None,
+        input_scale: Tensor | None = None,
+    ) -> None:
+        placed = FP8Weight(in_large_pages(weight.codes), weight.scales)
+        super().convert(layer, placed, dtype, activations, input_scale)
 
     def forward(self, input: Tensor) -> Tensor:
         rows = input.reshape(-1, self.in_features)

@@ -12,6 +12,7 @@ from typing import Any, Callable, Protocol, Self
 import torch
 from torch import Tensor, nn
 
+from fp8_compile.kernels.cpu.large_pages import in_large_pages
 from fp8_compile.kernels.nvfp4 import ops
 
 
@@ -95,7 +96,10 @@ class NVFP4Parts(PackedWeight):
         """Store the weight in another layout, in place of what was there."""
         if layout != self.layout:
             standard = ops.to_standard(self.codes, self.block_scales, self.layout)
-            self.codes, self.block_scales = ops.from_standard(*standard, layout)
+            laid_out = ops.from_standard(*standard, layout)
+            if layout == ops.INTERLEAVED:  # for a CPU's kernels
+                laid_out = in_large_pages(laid_out[0]), in_large_pages(laid_out[1])
+            self.codes, self.block_scales = laid_out
             self.layout = layout
 
     def use_best_layout(self) -> None:

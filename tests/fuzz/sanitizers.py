@@ -337,6 +337,13 @@ class Fuzzer:
         search = (self.random.choice((1, 3, 16, 40)), self.random.randrange(4), self.random.randrange(4))
         self.call("nvfp4_scale_paths", *given, *search, found, self.threads())
 
+    def nvfp4_round_block(self) -> None:
+        block, n = self.random.choice((16, 32)), self.size()
+        within = np.triu(self.floats(block * block, special=False).reshape(block, block)) + 4 * np.eye(block)
+        made = [np.empty(block * n, np.float32) for _ in range(2)]
+        given = (self.floats(block * n), within.astype(np.float32), n, block)
+        self.call("nvfp4_round_block", *given, *made, self.threads())
+
     def nvfp4_code_search(self) -> None:
         block, rows, count = self.random.choice((16, 32)), self.random.choice((0, 1, 3)), self.random.choice((1, 3, 4))
         columns = block * count

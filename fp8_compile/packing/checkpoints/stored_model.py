@@ -8,7 +8,7 @@ from typing import Any, Mapping, NamedTuple
 from torch import Tensor, nn
 
 from fp8_compile.packing.calibration import Calibration
-from fp8_compile.packing.formats import FORMATS, NVFP4, Format, format_of
+from fp8_compile.packing.formats import FORMATS, NVFP4, Format, by_one_scale, format_of
 from fp8_compile.packing.input_scales import global_scales
 from fp8_compile.packing.linear_layers import fused_groups, linear_layers
 from fp8_compile.packing.packed_experts import PackedStack
@@ -106,11 +106,18 @@ def fuse_weights(packed: Mapping[str, PackedLinear], weights: dict[str, Matrix])
             named = "; ".join(f"{name}: {', '.join(kind)}" for kind, name in kinds.items())
             raise ValueError(f"servers make one layer of {named}; expected the same for all, pack them alike")
     trained = {name: layer for name, layer in packed.items() if isinstance(layer, NVFP4InputsLinear)}
-    apart = [group for group in fused_groups(trained) if len({float(trained[one].global_scale) for one in group}) > 1]
+    apart = []
+    for group in fused_groups(trained):
+        same = by_one_scale([weights[name] for name in group])
+        if same is None:
+            apart.append(group)
+        else:
+            weights.update(zip(group, same))
     if apart:
         log.warning(
             "%s and %d other groups keep a global scale for each layer, as training has it; servers that make one "
-            "layer of a group (vLLM) take the largest for all, and compute something else",
+            "layer of a group (vLLM) take the largest for all, and compute something else: for them, pack without "
+            "scales='training'",
             ", ".join(apart[0]),
             len(apart) - 1,
         )

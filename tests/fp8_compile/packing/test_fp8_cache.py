@@ -133,11 +133,11 @@ def test_mixtures_of_experts_have_such_a_cache_eager_and_compiled(
     model = make()
     ids = torch.randint(1, 60, (2, 15))
     exact = logits(model, DynamicCache(config=model.config), ids)
-    pack(model, method="rtn", include=("*.experts*", "lm_head"), kv_cache="fp8", progress=False)
+    pack(model, method="rtn", kv_cache="fp8", progress=False)
     asked = {"max_new_tokens": 4, "return_dict_in_generate": True, "cache_implementation": "static"}
     assert {type(one).__name__ for one in model.generate(ids, **asked).past_key_values.layers} == {"Fp8StaticLayer"}
     eager = logits(model, Fp8Cache(model, 24), ids)
-    assert (eager - exact).norm() < 0.15 * exact.norm()  # what 4 bits cost
+    assert (eager - exact).norm() < 0.2 * exact.norm()  # what 4 bits cost
     model.forward = torch.compile(model.forward, backend="fp8")
     with caplog.at_level("DEBUG", "fp8_compile.passes"):
         found = logits(model, Fp8Cache(model, 24), ids)
