@@ -107,7 +107,7 @@ def train(
             for parameter in model.parameters():
                 parameter.mul_(1 + 1e-6 * torch.randn_like(parameter))
     if name == "formula":
-        _use_formula(model)
+        use_formula(model)
     in_fp32 = name in (REFERENCE, "fp32", "formula")
     options: dict[str, Any] = {} if in_fp32 else {"backend": "fp8", "options": {"recipe": name}}
     for block in model.blocks if name != "formula" else ():
@@ -151,7 +151,7 @@ def _rounded(x: Tensor, block: tuple[int, int]) -> Tensor:
     return dequantize_mx(*quantize_mx(x, block), block)
 
 
-def _use_formula(model: Any) -> None:
+def use_formula(model: Any) -> None:
     def by_formula(layer: torch.nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         (x,) = inputs
         return MXFP8Linear.apply(x.flatten(0, -2), layer.weight).view_as(output)
