@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, Mapping, NamedTuple
+from typing import Any, Mapping, NamedTuple, cast
 
 from torch import Tensor, nn
 
+from fp8_compile.kernels.nvfp4.weight import NVFP4Weight
 from fp8_compile.packing.calibration import Calibration
 from fp8_compile.packing.formats import FORMATS, NVFP4, Format, by_one_scale, format_of
 from fp8_compile.packing.input_scales import global_scales
@@ -108,7 +109,7 @@ def fuse_weights(packed: Mapping[str, PackedLinear], weights: dict[str, Matrix])
     trained = {name: layer for name, layer in packed.items() if isinstance(layer, NVFP4InputsLinear)}
     apart = []
     for group in fused_groups(trained):
-        same = by_one_scale([weights[name] for name in group])
+        same = by_one_scale([cast(NVFP4Weight, weights[name]) for name in group])
         if same is None:
             apart.append(group)
         else:

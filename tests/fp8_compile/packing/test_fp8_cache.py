@@ -130,7 +130,7 @@ def test_compiled_code_reads_the_bytes_and_gives_what_eager_mode_gives(caplog: p
 def test_mixtures_of_experts_have_such_a_cache_eager_and_compiled(
     make: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = make()
+    model = make().requires_grad_(False)
     ids = torch.randint(1, 60, (2, 15))
     exact = logits(model, DynamicCache(config=model.config), ids)
     pack(model, method="rtn", kv_cache="fp8", progress=False)
