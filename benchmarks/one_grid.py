@@ -12,13 +12,16 @@ evaluation mode, with frozen scales where the recipe has some) is compared with
     peers        the same folder, read by transformers and its compressed-tensors
 
 A column has the largest relative difference of logits; "bits" says whether all weights are equal bit for bit.
-compressed-tensors decompresses NVFP4 to bf16: "bf16" says that weights are equal once ours are rounded so, too.
+compressed-tensors decompresses NVFP4 to bf16: "bf16" says that weights are equal once ours are rounded so, too, and
+"peers, our bf16" how far its logits are from those of our weights in bf16.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
+import functools
 import io
 import logging
 import tempfile
@@ -40,6 +43,8 @@ from transformers import (
 
 import fp8_compile
 from fp8_compile import PackedLinear
+from fp8_compile.kernels.nvfp4.inputs import round_inputs_op
+from fp8_compile.packing.packed_nvfp4_inputs import NVFP4InputsLinear
 
 RECIPES = ("delayed", "blockwise", "mxfp8", "nvfp4")
 # What load_checkpoint is told of inputs: the name of their rounding in the recipe's format.
@@ -67,7 +72,7 @@ def qwen3_moe() -> nn.Module:
 
 
 WITHOUT_PEERS = ("gpt2",)  # compressed-tensors knows nn.Linear, and GPT-2 of transformers is made of Conv1D
-COLUMNS = ("packed", "compiled", "package", "ours", "peers")
+COLUMNS = ("packed", "compiled", "package", "ours", "peers", "peers, our bf16")
 MODELS = {"llama": llama, "gpt2": gpt2, "qwen3_moe": qwen3_moe}
 
 
@@ -135,6 +140,21 @@ def read_by_transformers(folder: Path, ids: Tensor) -> nn.Module:
     return theirs
 
 
+def with_bf16_weights(plain: nn.Module, packed: nn.Module) -> nn.Module:
+    """``plain`` with the weights of a model in NVFP4 rounded to bf16, as compressed-tensors decompresses them, and its
+    rounded inputs."""
+    for name, layer in packed.named_modules():
+        if isinstance(layer, NVFP4InputsLinear):
+            plain.get_submodule(name).weight.data = layer.dequantize().bfloat16().float()
+            plain.get_submodule(name).register_forward_pre_hook(functools.partial(_round, layer))
+    return plain
+
+
+def _round(packed: NVFP4InputsLinear, layer: nn.Module, args: tuple[Tensor]) -> Tensor:
+    rows, enc = args[0].reshape(-1, packed.in_features), packed.input_scale.reciprocal().reshape(1, 1)
+    return (round_inputs_op(rows, enc, packed.four_over_six) * packed.input_scale).view(args[0].shape)
+
+
 def compared(
     name: str, recipe: str, *, package: bool = True, compiled: bool = True, backend: Any = None
 ) -> dict[str, Any]:
@@ -143,7 +163,7 @@ def compared(
     if recipe in ("delayed", "nvfp4"):
         fp8_compile.freeze_scales(model)
     with torch.no_grad():
-        expected = run(input_ids=ids, use_cache=False).logits
+        expected, plain = run(input_ids=ids, use_cache=False).logits, copy.deepcopy(model)
         report = fp8_compile.pack(model, scales="training", progress=False)
         row: dict[str, Any] = {"layers": len(report.packed), "packed": distance(Logits(model)(ids), expected)}
         if compiled:
@@ -166,6 +186,9 @@ def compared(
             else:
                 row["peers"] = distance(Logits(theirs)(ids), expected)
                 row["bits"].append(same_bits(model, theirs))
+                if recipe == "nvfp4":
+                    twin = with_bf16_weights(plain, model)
+                    row["peers, our bf16"] = distance(Logits(theirs)(ids), Logits(twin)(ids))
     return row
 
 
@@ -176,8 +199,8 @@ def main() -> None:
     parser.add_argument("--no-package", action="store_true", help="leave the package out, which takes longest")
     options = parser.parse_args()
     logging.getLogger("fp8_compile").setLevel(logging.ERROR)
-    print("| model | recipe | layers | packed | compiled | package | ours | peers | bits: ours, peers |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    print(f"| model | recipe | layers | {' | '.join(COLUMNS)} | bits: ours, peers |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
     for name in options.models:
         for recipe in options.recipes:
             row = compared(name, recipe, package=not options.no_package)

@@ -67,9 +67,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=300, help="of training (default: %(default)s)")
     parser.add_argument("--rate", type=float, default=5e-5, help="learning rate (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=6, help="of MiniLM's, from the first (default: %(default)s)")
     options = parser.parse_args()
     began = time.perf_counter()
     teacher = minilm.load()
+    teacher.encoder.layer = teacher.encoder.layer[: options.layers]
     data, held_out = windows(minilm.calibration_texts(3000)), windows(minilm.measured_texts(128))
 
     rounded = copy.deepcopy(teacher)

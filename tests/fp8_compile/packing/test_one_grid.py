@@ -18,6 +18,9 @@ sys.path.append(str(pathlib.Path(__file__).parents[3] / "benchmarks"))
 import one_grid  # noqa: E402
 
 ROUNDING = 1e-6  # of logits: FP32 sums of 128 products in another order, in one layer
+# Sums in another order can put an input of the next layer on the other side of a rounding boundary, which changes it by
+# 1/8 at most, and the logits of its token: here one of 48 tokens by 2.4e-3.
+FLIPPED = 1e-2
 CASES = [
     *(("llama", recipe) for recipe in one_grid.RECIPES),
     ("gpt2", "delayed"),
@@ -49,5 +52,7 @@ def test_transformers_reads_the_same_weights(row: dict[str, Any]) -> None:
         assert len(row["bits"]) == 1
         return
     assert row["bits"][1] == ("bf16" if recipe == "nvfp4" else "yes")
-    if recipe != "nvfp4" and name != "qwen3_moe":
-        assert row["peers"] < ROUNDING
+    if recipe == "nvfp4":
+        assert row["peers, our bf16"] < ROUNDING < row["peers"]
+    else:
+        assert row["peers"] < FLIPPED
