@@ -35,20 +35,8 @@ _tiles_fallback = fallback_handler(quantize_nvfp4_tiles_op, add_to_fallback_set=
 
 
 @register_lowering(quantize_nvfp4_swizzled_op, type_promotion_kind=None)
-def _lowering(
-    x: Any,
-    enc: Any,
-    factor: float,
-    block: Any,
-    transpose: bool,
-    rotated: bool,
-    seed: Any,
-    stream: int,
-    four_over_six: bool,
-    numbered: Any,
-) -> Any:
-    options = (factor, block, transpose, rotated, seed, stream, four_over_six, numbered)
-    return _stored(x, enc, *options) if _is_store(x) else _fallback(x, enc, *options)
+def _lowering(x: Any, enc: Any, *options: Any) -> Any:
+    return (_stored if _is_store(x) else _fallback)(x, enc, *options)
 
 
 @register_lowering(quantize_nvfp4_tiles_op, type_promotion_kind=None)
