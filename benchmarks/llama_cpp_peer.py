@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import hashlib
 import json
 import pathlib
 import random
@@ -59,6 +60,7 @@ def requantize(source: pathlib.Path, target: pathlib.Path) -> None:
             part = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
             writer.add_key_value(name, field.contents(), kind, part)
     tensors = {one.name: one for one in reader.tensors}
+    known: dict[tuple[bytes, float], np.ndarray] = {}  # the model's blocks are alike
     for name, one in tensors.items():
         nvfp4 = one.tensor_type == gguf.GGMLQuantizationType.NVFP4
         if name.endswith(".scale"):
@@ -66,14 +68,15 @@ def requantize(source: pathlib.Path, target: pathlib.Path) -> None:
         if not nvfp4 and name != "output.weight":
             writer.add_tensor(name, np.array(one.data))
             continue
-        wide = gguf.quants.dequantize(one.data, one.tensor_type).astype(np.float32)
-        if nvfp4:
-            wide *= tensors[f"{name.removesuffix('.weight')}.scale"].data[0]
+        scale = tensors[f"{name.removesuffix('.weight')}.scale"].data[0] if nvfp4 else 1.0
         number = Q4_K if nvfp4 else Q6_K
-        wide = np.ascontiguousarray(wide)
-        out = np.empty((wide.shape[0], wide.shape[1] // 256 * {Q4_K: 144, Q6_K: 210}[number]), dtype=np.uint8)
-        library.ggml_quantize_chunk(number, wide.ctypes.data, out.ctypes.data, 0, *wide.shape, None)
-        writer.add_tensor(name, out, raw_dtype=gguf.GGMLQuantizationType(number))
+        key = hashlib.sha256(one.data).digest(), float(scale)
+        if key not in known:
+            wide = np.ascontiguousarray(gguf.quants.dequantize(one.data, one.tensor_type).astype(np.float32) * scale)
+            out = np.empty((wide.shape[0], wide.shape[1] // 256 * {Q4_K: 144, Q6_K: 210}[number]), dtype=np.uint8)
+            library.ggml_quantize_chunk(number, wide.ctypes.data, out.ctypes.data, 0, *wide.shape, None)
+            known[key] = out
+        writer.add_tensor(name, known[key], raw_dtype=gguf.GGMLQuantizationType(number))
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q4_K_S)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -4,13 +4,15 @@
 
 Contenders take turns, round by round; figures are medians, in milliseconds a product. "memory": each product reads
 another copy of its weight, so many that no cache holds them, as when a model's layers follow each other. "cache": the
-same weight again and again. `read` sums a buffer as large as the packed weight under the same conditions; `of read` is
-how much of that speed the int8 product has. Then tokens a second of a GPT that decodes one sequence.
+same weight again and again. `int8, 4 KB` is the int8 product with the weight in ordinary pages of memory instead of
+pages of 2 MB, where packed layers have it. `read` sums a buffer as large as the packed weight, in ordinary pages, under
+the same conditions; `of read` compares products with that. Then tokens a second of a GPT that decodes one sequence.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import time
@@ -22,6 +24,7 @@ import torch
 from torch.nn import functional as F
 
 from fp8_compile.kernels.cpu import nvfp4
+from fp8_compile.kernels.cpu.large_pages import in_large_pages
 
 SHAPES = ((4096, 14336), (8192, 4096))  # N, K
 BEYOND_CACHES = 256 << 20  # bytes
@@ -32,10 +35,18 @@ INT4_GROUP = 128
 class Contender:
     """One way to multiply: by copies of the weight in turn, or by the one weight as often, after a first time."""
 
-    def __init__(self, name: str, weight: tuple[torch.Tensor, ...], product: Callable[..., Any], cold: bool) -> None:
+    def __init__(
+        self,
+        name: str,
+        weight: tuple[torch.Tensor, ...],
+        product: Callable[..., Any],
+        cold: bool,
+        place: Callable[[torch.Tensor], torch.Tensor] = torch.clone,
+    ) -> None:
         self.name, self.product, self.cold, self.times = name, product, cold, []
         copies = max(2, -(-BEYOND_CACHES // sum(part.nbytes for part in weight)))
-        self.weights = [weight, *(tuple(part.clone() if cold else part for part in weight) for _ in range(copies - 1))]
+        weight = tuple(map(place, weight))
+        self.weights = [weight, *(tuple(map(place, weight)) if cold else weight for _ in range(copies - 1))]
 
     def round(self) -> None:
         if not self.cold:
@@ -67,10 +78,12 @@ def contenders(n: int, k: int, m: int, cold: bool, ggml: ggml_peer.Ggml | None) 
     scales = torch.randint(0x20, 0x70, (n, k // 16), dtype=torch.uint8).view(torch.float8_e4m3fn)
     packed = nvfp4.interleave(codes, scales)
     dense = torch.randn(n, k)
+    int8 = functools.partial(nvfp4.matmul, activations="int8")
     made: list[Contender | GgmlContender] = [
-        Contender("nvfp4 int8", packed, lambda c, s: nvfp4.matmul(half, c, s, 1e-3, None, "int8"), cold),
-        Contender("nvfp4 bf16", packed, lambda c, s: nvfp4.matmul(half, c, s, 1e-3), cold),
-        Contender("nvfp4 fp32", packed, lambda c, s: nvfp4.matmul(x, c, s, 1e-3), cold),
+        Contender("nvfp4 int8", packed, lambda c, s: int8(half, c, s, 1e-3), cold, in_large_pages),
+        Contender("nvfp4 bf16", packed, lambda c, s: nvfp4.matmul(half, c, s, 1e-3), cold, in_large_pages),
+        Contender("nvfp4 fp32", packed, lambda c, s: nvfp4.matmul(x, c, s, 1e-3), cold, in_large_pages),
+        Contender("int8, 4 KB", packed, lambda c, s: int8(half, c, s, 1e-3), cold),
         Contender("torch bf16", (dense.bfloat16(),), lambda w: F.linear(half, w), cold),
         Contender("torch fp32", (dense,), lambda w: F.linear(x, w), cold),
     ]

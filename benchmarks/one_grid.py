@@ -71,12 +71,12 @@ COLUMNS = ("packed", "compiled", "package", "ours", "peers")
 MODELS = {"llama": llama, "gpt2": gpt2, "qwen3_moe": qwen3_moe}
 
 
-def trained(name: str, recipe: str) -> tuple[nn.Module, Any, Tensor]:
+def trained(name: str, recipe: str, backend: Any = None) -> tuple[nn.Module, Any, Tensor]:
     """A model after a few steps, its compiled form, and token ids."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = MODELS[name]()
-    run = torch.compile(model, backend="fp8", options={"recipe": recipe})
+    run = torch.compile(model, backend=backend or fp8_compile.Backend(fp8_compile.Config(recipe=recipe)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     for _ in range(3):
         ids = torch.randint(VOCABULARY, (2, 24))
@@ -135,9 +135,11 @@ def read_by_transformers(folder: Path, ids: Tensor) -> nn.Module:
     return theirs
 
 
-def compared(name: str, recipe: str, *, package: bool = True, compiled: bool = True) -> dict[str, Any]:
+def compared(
+    name: str, recipe: str, *, package: bool = True, compiled: bool = True, backend: Any = None
+) -> dict[str, Any]:
     """One row of the table."""
-    model, run, ids = trained(name, recipe)
+    model, run, ids = trained(name, recipe, backend)
     if recipe in ("delayed", "nvfp4"):
         fp8_compile.freeze_scales(model)
     with torch.no_grad():
@@ -149,7 +151,7 @@ def compared(name: str, recipe: str, *, package: bool = True, compiled: bool = T
     with tempfile.TemporaryDirectory() as scratch, torch.no_grad():
         if package:
             path = Path(scratch) / "model.pt2"
-            fp8_compile.export(Logits(model), (ids,), path)
+            fp8_compile.export(Logits(model).eval(), (ids,), path)
             row["package"] = distance(fp8_compile.load(path)(ids), expected)
         folder = Path(scratch) / "folder"
         fp8_compile.save_checkpoint(model, folder)

@@ -4,10 +4,11 @@ Nothing is computed: the step runs on fake tensors, and what autograd keeps betw
 counted. Parameters are not, since they are there anyway. FP8 copies of weights, which forward makes for a GPU's
 backward, are counted apart: they grow with the model and not with the batch.
 
-    python benchmarks/saved_bytes.py [--budget 0.9]
+    python benchmarks/saved_bytes.py [--budget 0.9] [--tensors]
 
-``--budget``: torch's ``torch._functorch.config.activation_memory_budget``, the share of these bytes that the
-partitioner may keep. It then runs gemms again in backward, and no number changes.
+``--tensors``: also each tensor of at least 0.1 MB. ``--budget``: torch's
+``torch._functorch.config.activation_memory_budget``, the share of these bytes that the partitioner may keep. It then
+runs gemms again in backward, and no number changes.
 """
 
 from __future__ import annotations
@@ -66,19 +67,22 @@ class ReLU(nn.Module):
         return self.down(nn.functional.relu(self.up(x)))
 
 
-def saved_bytes(block: type[nn.Module], config: Config | None) -> tuple[int, int]:
-    """What one training forward of the block in bf16 keeps for its backward: of activations, of weights.
+def saved_bytes(block: type[nn.Module], config: Config | None) -> tuple[int, int, list[str]]:
+    """What one training forward of the block in bf16 keeps for its backward: of activations, of weights; and the
+    larger tensors of it, largest first.
 
     ``config`` None: plain Inductor.
     """
     torch._dynamo.reset()
-    sizes: list[tuple[int, int]] = []
+    found: list[tuple[int, int, list[str]]] = []
 
     def inner_compile(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
         if kwargs.get("is_backward"):
             kept = [node for node in gm.graph.find_nodes(op="placeholder") if _is_saved(node)]
             weights = [node for node in kept if not _has_tokens(node)]
-            sizes.append((_bytes(kept) - _bytes(weights), _bytes(weights)))
+            large = sorted((node for node in kept if _bytes([node]) >= 1e5), key=lambda node: -_bytes([node]))
+            tensors = [_described(node) for node in large]
+            found.append((_bytes(kept) - _bytes(weights), _bytes(weights), tensors))
         return run_uncompiled(gm, inputs)
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -93,7 +97,7 @@ def saved_bytes(block: type[nn.Module], config: Config | None) -> tuple[int, int
             torch.compile(block(), backend=backend)(x).sum().backward()
         finally:
             torch.set_default_dtype(torch.float32)
-    return sizes[0]
+    return found[0]
 
 
 def _is_saved(node: fx.Node) -> bool:
@@ -109,6 +113,13 @@ def _has_tokens(node: fx.Node) -> bool:
     return TOKENS in (*rows, each * columns)
 
 
+def _described(node: fx.Node) -> str:
+    kept = node.meta["val"]
+    dtype = str(kept.dtype).removeprefix("torch.")
+    of = "activations" if _has_tokens(node) else "weights, scales"
+    return f"{_bytes([node]) / 1e6:8.1f} MB  {dtype} {list(kept.shape)} of {of}"
+
+
 def _bytes(nodes: Sequence[fx.Node]) -> int:
     return sum(node.meta["val"].numel() * node.meta["val"].element_size() for node in nodes)
 
@@ -116,18 +127,28 @@ def _bytes(nodes: Sequence[fx.Node]) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--budget", type=float, default=1.0, help="torch's activation_memory_budget, for FP8 alone")
-    budget = parser.parse_args().budget
+    parser.add_argument("--tensors", action="store_true")
+    arguments = parser.parse_args()
+    budget = arguments.budget
     print(f"bytes saved for backward, {TOKENS} tokens, d={WIDTH}, h={HIDDEN}, bf16 model; x: ratio to bf16")
     for block in (SwiGLU, GELU, ReLU):
-        base = sum(saved_bytes(block, None))
+        *sizes, tensors = saved_bytes(block, None)
+        base = sum(sizes)
         print(f"{block.__name__:8} {'inductor bf16':24} {base / 1e6:8.1f} MB  1.00x")
+        _print_tensors(tensors if arguments.tensors else [])
         for target in ("cpu", "cuda:90", "cuda:100"):
             for recipe in (one for one in RECIPES if one in Target.parse(target).recipes):
                 with functorch_config.patch(activation_memory_budget=budget):
-                    size, weights = saved_bytes(block, Config(recipe=recipe, target=target))
+                    size, weights, tensors = saved_bytes(block, Config(recipe=recipe, target=target))
                 copies = f"  and {weights / 1e6:.1f} MB of weights" if weights > 1e6 else ""
                 name = f"fp8 {recipe} {target}"
                 print(f"{block.__name__:8} {name:24} {size / 1e6:8.1f} MB  {size / base:.2f}x{copies}")
+                _print_tensors(tensors if arguments.tensors else [])
+
+
+def _print_tensors(tensors: Sequence[str]) -> None:
+    for tensor in tensors:
+        print(f"{'':10}{tensor}")
 
 
 if __name__ == "__main__":

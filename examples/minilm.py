@@ -72,7 +72,11 @@ def batches(
 def embed(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Sentence embeddings: the mean over tokens, of length 1."""
     with torch.no_grad():
-        hidden = model(**batch).last_hidden_state
+        return pooled(model(**batch).last_hidden_state, batch)
+
+
+def pooled(hidden: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """The embeddings of sentences, from the last hidden state."""
     mask = batch["attention_mask"].unsqueeze(-1)
     return nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1)
 

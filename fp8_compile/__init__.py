@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from .packing.pack import pack
     from .packing.pack_report import PackReport
     from .packing.packed_linear import PackedLinear
+    from .packing.shardable import shardable
     from .packing.update import update_packed
     from .report import Report
     from .scaling.find_state import scaling_state
@@ -85,6 +86,7 @@ __all__ = [
     "save_checkpoint",
     "scaling_state",
     "set_precision",
+    "shardable",
     "update_packed",
 ]
 __version__ = "0.2.0"
@@ -119,6 +121,7 @@ _HOMES = {
     "save_checkpoint": "packing.checkpoints.save_and_load",
     "scaling_state": "scaling.find_state",
     "set_precision": "scaling.precision",
+    "shardable": "packing.shardable",
     "update_packed": "packing.update",
 }
 

@@ -97,10 +97,10 @@ class Config:
     @property
     def keeps_state(self) -> bool:
         """True if a model remembers something of its tensors: scales from earlier steps, or what became of blocks."""
-        return self._delays or (self.recipe == "mxfp8" and self.stats)
+        return self.delays or self.stats
 
     @property
-    def _delays(self) -> bool:
+    def delays(self) -> bool:
         """True if scales come from earlier steps."""
         return self.recipe == "delayed" or (self.recipe == "nvfp4" and self.global_scale == "delayed")
 
@@ -193,9 +193,9 @@ class Config:
             self._check_backward()
         if self.stochastic_rounding and not self.quantize_gradients:
             raise ValueError("stochastic_rounding=True rounds gradients, but quantize_gradients=False keeps them whole")
-        if not self._delays:
+        if not self.delays:
             changed = [name for name in DELAYED_ONLY if getattr(self, name) != _default(name)]
-            if self.recipe == "mxfp8":
+            if self.recipe in ("mxfp8", "nvfp4"):
                 changed = [name for name in changed if name != "stats"]
             if changed:
                 if self.recipe == "nvfp4":

@@ -3,6 +3,8 @@
     nvfp4_dequantize_experts(codes, block_scales, global_scale, columns, dtype, layout, which)   -> w [E, N, K]
     nvfp4_experts_mm(x, codes, block_scales, global_scale, which, rows, layout)                  -> [M, N]
     fp8_dequantize_experts(codes, scales, dtype, which), fp8_experts_mm(x, codes, scales, which, rows)
+    fp8_dequantize_experts_rounding(codes, scales, input_scale, dtype, which)      the same; who multiplies by it rounds
+                                                                                   inputs first (fp8_inputs.py)
     nvfp4_experts_mm_grad(grad, ..., which, rows, columns, layout), fp8_experts_mm_grad(...)     -> x's gradient, [M, K]
 
 The product's rows: "grouped", sorted by expert, ``which`` int [E] says where each expert's rows end (rows after the
@@ -153,6 +155,12 @@ fp8_dequantize_op = define(
     "fp8_dequantize_experts(Tensor codes, Tensor scales, ScalarType dtype, Tensor? which=None) -> Tensor",
     _fp8_dequantize,
     lambda codes, scales, dtype, which=None: _dequantized_like(codes, codes.shape[2], dtype, which),
+)
+fp8_dequantize_rounding_op = define(
+    "fp8_dequantize_experts_rounding(Tensor codes, Tensor scales, Tensor? input_scale, ScalarType dtype,"
+    " Tensor? which=None) -> Tensor",
+    lambda codes, scales, input_scale, dtype, which=None: _fp8_dequantize(codes, scales, dtype, which),
+    lambda codes, scales, input_scale, dtype, which=None: _dequantized_like(codes, codes.shape[2], dtype, which),
 )
 fp8_mm_op = define(
     "fp8_experts_mm(Tensor x, Tensor codes, Tensor scales, Tensor which, str rows) -> Tensor",

@@ -9,37 +9,25 @@ has one more dimension in front. Inputs [M, K] may be rounded too, by blocks of 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .define_op import define
 from .formats import E4M3
 from .quantize import dequantize as dequantize_inputs
 from .quantize import quantize as quantize_inputs
+from .scaled_codes import ScaledCodes, define_dequantize, define_round_inputs, scale_of
 
 BLOCK = 128
 ACTIVATIONS = (None, "fp8")
 INPUTS = (1, BLOCK)
 
 
-class FP8Blocks(NamedTuple):
+class FP8Blocks(ScaledCodes):
     """An [N, K] matrix in FP8 by blocks."""
-
-    codes: Tensor
-    scales: Tensor
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.codes.shape[0], self.codes.shape[1]
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         return dequantize(self.codes, self.scales, dtype)
-
-    def to(self, device: torch.device | str) -> FP8Blocks:
-        return FP8Blocks(self.codes.to(device), self.scales.to(device))
 
 
 def quantize(w: Tensor, name: str = "weight") -> FP8Blocks:
@@ -48,9 +36,7 @@ def quantize(w: Tensor, name: str = "weight") -> FP8Blocks:
     n, k = wide.shape
     whole = F.pad(wide, (0, -k % BLOCK, 0, -n % BLOCK))
     amax = whole.view(-(-n // BLOCK), BLOCK, -(-k // BLOCK), BLOCK).abs().amax((1, 3))
-    if not amax.isfinite().all():
-        raise ValueError(f"{name}: weights are Inf or NaN, expected finite ones; repair them, or exclude the layer")
-    scales = torch.where(amax == 0, 1.0, (amax / E4M3.max).clamp(min=torch.finfo(torch.float32).tiny))
+    scales = scale_of(amax, name)
     return FP8Blocks((wide / _spread(scales, n, k)).clamp_(-E4M3.max, E4M3.max).to(E4M3.dtype), scales)
 
 
@@ -69,14 +55,5 @@ def _spread(scales: Tensor, n: int, k: int) -> Tensor:
     return rows.repeat_interleave(BLOCK, -1)[..., :k]
 
 
-dequantize_op = define(
-    "fp8_blocks_dequantize(Tensor codes, Tensor scales, ScalarType dtype) -> Tensor",
-    dequantize,
-    lambda codes, scales, dtype: codes.new_empty(codes.shape, dtype=dtype),
-)
-round_inputs_op = define(
-    "fp8_blocks_round_inputs(Tensor x) -> Tensor",
-    round_inputs,
-    lambda x: torch.empty_like(x, memory_format=torch.contiguous_format),
-    gradient=lambda ctx, grad: grad,  # as if the rounding were not there
-)
+dequantize_op = define_dequantize("fp8_blocks_dequantize", dequantize)
+round_inputs_op = define_round_inputs("fp8_blocks_round_inputs", round_inputs)

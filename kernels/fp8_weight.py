@@ -8,39 +8,26 @@ codes: e4m3 [N, K]; scales: fp32 [N]. The operations are those of ``kernels/nvfp
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from .define_op import define
 from .formats import E4M3
+from .scaled_codes import ScaledCodes, define_dequantize, scale_of
 
 
-class FP8Weight(NamedTuple):
+class FP8Weight(ScaledCodes):
     """An [N, K] matrix in FP8; what ``NVFP4Weight`` is to NVFP4."""
-
-    codes: Tensor
-    scales: Tensor
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.codes.shape[0], self.codes.shape[1]
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         return dequantize(self.codes, self.scales, dtype)
-
-    def to(self, device: torch.device | str) -> FP8Weight:
-        return FP8Weight(self.codes.to(device), self.scales.to(device))
 
 
 def quantize(w: Tensor, name: str = "weight") -> FP8Weight:
     """Codes and scales of an [N, K] matrix."""
     wide = w.detach().to(torch.float32)
     amax = wide.abs().amax(1) if wide.shape[1] else wide.new_zeros(wide.shape[0])
-    if not amax.isfinite().all():
-        raise ValueError(f"{name}: weights are Inf or NaN, expected finite ones; repair them, or exclude the layer")
-    scales = torch.where(amax == 0, 1.0, (amax / E4M3.max).clamp(min=torch.finfo(torch.float32).tiny))
+    scales = scale_of(amax, name)
     return FP8Weight((wide / scales[:, None]).clamp_(-E4M3.max, E4M3.max).to(E4M3.dtype), scales)
 
 
@@ -59,11 +46,7 @@ def gradient(grad: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
     return (grad * scales).to(grad.dtype) @ codes.to(grad.dtype)
 
 
-dequantize_op = define(
-    "fp8_dequantize(Tensor codes, Tensor scales, ScalarType dtype) -> Tensor",
-    dequantize,
-    lambda codes, scales, dtype: codes.new_empty(codes.shape, dtype=dtype),
-)
+dequantize_op = define_dequantize("fp8_dequantize", dequantize)
 mm_op = define(
     "fp8_mm(Tensor x, Tensor codes, Tensor scales, Tensor? bias) -> Tensor",
     product,

@@ -8,40 +8,27 @@ a rounded input is exact in bf16 and FP32: only sums round. A stack of matrices 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .define_op import define
 from .mxfp8 import SIZE, dequantize_mx, power_of_e8m0, quantize_mx, quantize_mx_op
+from .scaled_codes import ScaledCodes, check_finite, define_dequantize, define_round_inputs
 
 ACTIVATIONS = (None, "mxfp8")
 INPUTS = (1, SIZE)
 
 
-class MXWeight(NamedTuple):
+class MXWeight(ScaledCodes):
     """An [N, K] matrix in MXFP8."""
-
-    codes: Tensor
-    scales: Tensor
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.codes.shape[0], self.codes.shape[1]
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         return dequantize(self.codes, self.scales, dtype)
 
-    def to(self, device: torch.device | str) -> MXWeight:
-        return MXWeight(self.codes.to(device), self.scales.to(device))
-
 
 def quantize(w: Tensor, name: str = "weight", *, tiles: bool = False) -> MXWeight:
     """Codes and scales of an [N, K] matrix; ``tiles``: as training has them, so that both gemms read the same."""
-    if not bool(w.isfinite().all()):
-        raise ValueError(f"{name}: weights are Inf or NaN, expected finite ones; repair them, or exclude the layer")
+    check_finite(w, name)
     return MXWeight(*quantize_mx_op(w.detach().contiguous(), (SIZE if tiles else 1, SIZE)))
 
 
@@ -76,14 +63,5 @@ def round_inputs(x: Tensor) -> Tensor:
     return dequantize_mx(*quantize_mx(x, INPUTS), INPUTS).to(x.dtype)
 
 
-dequantize_op = define(
-    "mx_dequantize(Tensor codes, Tensor scales, ScalarType dtype) -> Tensor",
-    dequantize,
-    lambda codes, scales, dtype: codes.new_empty(codes.shape, dtype=dtype),
-)
-round_inputs_op = define(
-    "mx_round_inputs(Tensor x) -> Tensor",
-    round_inputs,
-    lambda x: torch.empty_like(x, memory_format=torch.contiguous_format),
-    gradient=lambda ctx, grad: grad,  # as if the rounding were not there
-)
+dequantize_op = define_dequantize("mx_dequantize", dequantize)
+round_inputs_op = define_round_inputs("mx_round_inputs", round_inputs)

@@ -168,6 +168,7 @@ class JointPipeline(Pipeline):
         self.ran, self.inputs = False, inputs or {}
         rewrites, on_cpu = record is None, rules.target == "cpu"
         many_scales = rules.recipe in ("rowwise", "blockwise") and rules.block_scaled is None
+        calls = on_cpu and patches.active("cheap_ops")
         copies, blocks = not rules.reads_any_layout, None if on_cpu else rules.block_scaled
         # fmt: off
         steps: list[Step] = [
@@ -183,7 +184,7 @@ class JointPipeline(Pipeline):
             (PairQuantizes(),                                 rewrites and many_scales and not on_cpu),
             (PairMx(needs_k_contiguous=copies),               rewrites and blocks == "mxfp8"),
             (PairNvfp4(),                                     rewrites and blocks == "nvfp4"),
-            (LowerQuantizes(rules.target),                    rewrites),
+            (LowerQuantizes(rules.target, calls=calls),       rewrites),
             (scale_loss,                                      True),
             (LowerScaledMmForCpu(),                           rewrites and on_cpu),
             (AllowRecompute(),                                rewrites and rules.reads_any_layout),

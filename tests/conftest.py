@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
+import logging
 import os
+from collections.abc import Iterator
+from typing import Any
 
 # Before torch reads them. `pytest -n 2` runs a worker a core: more threads in each would only fight for the cores.
 THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else os.cpu_count() or 1
@@ -17,6 +21,10 @@ import pytest
 import torch
 
 import fp8_compile  # noqa: F401  caps oneDNN where its AMX path crashes: before any test's first matmul
+
+# torch traces each compilation in full (every graph, every event) as soon as its trace log has a handler. pytest 9.2
+# gives its own to each logger that does not propagate, so this one does; nothing reaches it then.
+logging.getLogger("torch.__trace").propagate = True
 
 # Compiling takes seconds, so a deadline an example says nothing; the same examples each run, so that a failure repeats.
 hypothesis.settings.register_profile("fp8_compile", deadline=None, derandomize=True, print_blob=True)
@@ -48,3 +56,32 @@ def seed() -> int:
 def generator(seed: int) -> torch.Generator:
     """A source of random numbers of the test's own."""
     return torch.Generator().manual_seed(seed)
+
+
+@pytest.fixture
+def without_onednn() -> Iterator[None]:
+    """For tests that run an MI300's graph on the CPU: where a CPU has AMX, oneDNN takes over `torch._scaled_mm` and
+    refuses AMD's FP8 formats, which torch's own loop multiplies everywhere."""
+    # Not torch.backends.mkldnn.flags: it warns of a GPU's settings.
+    enabled = torch.backends.mkldnn.set_flags(False)[0]
+    yield
+    torch.backends.mkldnn.set_flags(enabled)
+
+
+@pytest.fixture(scope="session")
+def ranks_folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """One for all workers of pytest-xdist, so that the ranks are started once."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "two_ranks"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def ranks(ranks_folder: Any) -> Any:
+    """What two ranks saw, by scenario."""
+    from two_ranks import run_two_ranks
+
+    with open(ranks_folder / "lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        return run_two_ranks(ranks_folder)

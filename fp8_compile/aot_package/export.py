@@ -38,7 +38,7 @@ from fp8_compile.whole_files import written_in_scratch
 from .inputs import PLAIN, describe
 from .manifest import FILE, Manifest, here
 from .pipelines import ExportJoint, ExportSplit, inference_rules
-from .program import rewritten, traced
+from .program import rewritten, traced, writes_a_number
 
 log = logging.getLogger("fp8_compile")
 
@@ -156,6 +156,8 @@ def _compiled(program: ExportedProgram, names: ModuleNames, config: Config) -> t
         "joint_custom_pre_pass": with_users("joint_custom_pre_pass", joint, config.inductor),
         "post_grad_custom_pre_pass": with_users("post_grad_custom_pre_pass", split, config.inductor),
     }
+    if writes_a_number(program):  # folding takes a buffer of one number for a constant, even where it is written to
+        configs["joint_graph_constant_folding"] = False
     args, kwargs = program.example_inputs
     with torch.no_grad(), _library_path(library.parent):
         files = compile_ahead_of_time(gm, args, kwargs, configs)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any, Mapping, Sequence
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.export import ExportedProgram
 
 from fp8_compile.backend.graph import new_dump
 from fp8_compile.backend.module_names import ModuleNames
 from fp8_compile.config import Config
 from fp8_compile.report import Report
+from fp8_compile.torch_internals.graphs import schema_name, schema_of
 
 from .pipelines import ProgramPipeline, inference_rules
 
@@ -39,3 +40,20 @@ def rewritten(program: ExportedProgram, names: ModuleNames, config: Config) -> E
     if dump:
         dump.write_report(Report(tuple(pipeline.rows), "packed", "cpu", cache="off"))
     return program
+
+
+def writes_a_number(program: ExportedProgram) -> bool:
+    """True if a call may change a buffer of a single number, such as a count of tokens."""
+    named, buffers = program.graph_signature.inputs_to_buffers, dict(program.named_buffers())
+    reached = {node for node in program.graph.nodes if node.name in named and buffers[named[node.name]].numel() == 1}
+    for node in program.graph.nodes:
+        if not schema_name(node) or reached.isdisjoint(node.all_input_nodes):
+            continue
+        schema = schema_of(node.target)
+        for argument, given in zip(schema.arguments, node.args):
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            if written and isinstance(given, fx.Node) and given in reached:
+                return True
+        if any(one.alias_info is not None for one in schema.returns):
+            reached.add(node)
+    return False

@@ -33,6 +33,7 @@ from fp8_compile.scaling.recorder import RunRecorder
 from fp8_compile.scaling.state import ScalingState
 from fp8_compile.selection import Selection
 from fp8_compile.target import Target
+from fp8_compile.torch_internals import patches
 from fp8_compile.torch_internals.dynamo import add_inputs, compiled_modules, frame_code, own_copy
 from fp8_compile.torch_internals.graphs import fake_like
 from fp8_compile.torch_internals.inductor import compile_joint, mode_options, passes_of_user
@@ -199,7 +200,7 @@ class _Graph:
         if not self._added and (self.state is None or self.trains):
             return NotedCode(compiled, self.grids) if self.trains and self.grids else compiled
         slots = self.slots if self.slots and self.slots.uses else None
-        looks = slots is not None and not slots.frozen and not self._looks_itself
+        looks = slots is not None and not slots.frozen and not self._looks_itself and self.config.delays
         warms = slots is not None and self.config.warmup_steps > 0 and torch.is_grad_enabled()
         records = slots is not None and dump is not None and dump.trains and self.config.stats
         tell_dump = functools.partial(_tell_dump, dump, records) if dump is not None else None
@@ -238,7 +239,9 @@ class _Graph:
         delay = None
         if self.slots:
             rule, held = update_rule(self.config), self.slots.state.held
-            delay = DelayScales(self.slots, rule, look_first=look_first, stats=self.config.stats, held=held)
+            calls = self.rules.target == "cpu" and patches.active("cheap_ops")
+            how = {"stats": self.config.stats, "held": held, "exact": not self.config.delays, "calls": calls}
+            delay = DelayScales(self.slots, rule, look_first=look_first, **how)
         scale_loss = ScaleLoss(self.names, wide=self.loss_scale.wide) if self.loss_scale else None
         return JointPipeline(
             self.rules,

@@ -25,7 +25,8 @@ from fp8_compile.kernels.fp8_weight import FP8Weight
 from fp8_compile.kernels.mx_weight import MXWeight
 from fp8_compile.kernels.nvfp4 import ops as nvfp4
 from fp8_compile.kernels.nvfp4.quantize import METHODS, NEED_HESSIAN, check_method, own_global_scale, quantize_nvfp4
-from fp8_compile.kernels.nvfp4.weight import NVFP4Weight
+from fp8_compile.kernels.nvfp4.weight import NVFP4Weight, with_global_scale
+from fp8_compile.kernels.scaled_codes import ScaledCodes
 
 from .calibration import Calibration
 from .checkpoints.block_layouts import BLOCK_LAYOUTS
@@ -33,14 +34,14 @@ from .checkpoints.layouts import FP8_LAYOUTS, NVFP4_LAYOUTS, Layout
 from .checkpoints.mx_layouts import MX_LAYOUTS
 from .input_scales import static_scales
 from .linear_layers import fused_groups
-from .packed_blocks import FP8BlockLinear, FP8BlockStack
+from .packed_block_scaled import FP8BlockLinear, FP8BlockStack, MXFP8Linear, MXFP8Stack
 from .packed_experts import FP8Stack, NVFP4Stack, PackedStack
 from .packed_linear import FP8Linear, NVFP4Linear, PackedLinear
-from .packed_mx import MXFP8Linear, MXFP8Stack
 from .packed_weight import Matrix
 
 log = logging.getLogger("fp8_compile")
 M = TypeVar("M", bound=Matrix)
+C = TypeVar("C", bound=ScaledCodes)
 MatrixOf = Callable[[str], Tensor]  # the weight of a layer by its name
 
 
@@ -163,69 +164,88 @@ class NVFP4Format(Format[NVFP4Weight]):
             scales = [matrices[name].global_scale for name in group]
             if all(torch.equal(scale, scales[0]) for scale in scales):
                 continue
+            same = by_one_scale([matrices[name] for name in group])
+            if same is not None:
+                matrices.update(zip(group, same))
+                continue
             shared = torch.stack([scale.cpu() for scale in scales]).amax()
             log.warning("%s: given one global scale, their block scales searched again", ", ".join(group))
             for name in group:
                 matrices[name] = quantize_nvfp4(matrices[name].dequantize(), "sweep", global_scale=shared, name=name)
 
 
-class FP8Format(Format[FP8Weight]):
+def by_one_scale(weights: Sequence[NVFP4Weight]) -> list[NVFP4Weight] | None:
+    """The same numbers by one global scale, one of theirs; None where no such scale gives all of them exactly."""
+    for scale in dict.fromkeys(float(one.global_scale) for one in weights):
+        found = [with_global_scale(one, torch.tensor(scale)) for one in weights]
+        same = [one for one in found if one is not None]
+        if len(same) == len(weights):
+            return same
+    return None
+
+
+class ScaledCodesFormat(Format[C]):
+    """E4M3 with scales, rounded to nearest: a matrix is a tuple of codes and scales."""
+
+    fallback = "rtn"
+    measures_on_inputs = False
+
+    def check(self, method: str | None, options: Mapping[str, Any], activations: str | None, calibrated: bool) -> None:
+        if method not in (None, "rtn") or options or calibrated:
+            raise ValueError(f"format={self.name!r} has one method, 'rtn', without more; leave the rest out")
+
+    def method(self, asked: str | None, calibrated: bool) -> str:
+        return "rtn"
+
+    def quantize(
+        self, w: Tensor, method: str, hessian: Tensor | None, *, name: str, shared: Tensor | None = None, **options: Any
+    ) -> C:
+        return self.rounded(w, name)
+
+    @abc.abstractmethod
+    def rounded(self, w: Tensor, name: str) -> C:
+        """The matrix rounded to nearest."""
+
+    def rows(self, matrix: C, rows: slice) -> C:
+        return self.matrix(matrix.codes[rows].contiguous(), matrix.scales[rows].contiguous())
+
+    def concatenate(self, matrices: Sequence[C], name: str) -> C:
+        return self.matrix(*(torch.cat(parts) for parts in zip(*matrices)))
+
+
+class FP8Format(ScaledCodesFormat[FP8Weight]):
     """E4M3 with one scale per row."""
 
     name, title, weights = "fp8", "FP8", "FP8 weights with one scale per row"
     matrix, linear, stack = FP8Weight, FP8Linear, FP8Stack
     activations = fp8_inputs.ACTIVATIONS
     layouts = FP8_LAYOUTS
-    fallback = "rtn"
     measures_on_inputs = True
 
     def check(self, method: str | None, options: Mapping[str, Any], activations: str | None, calibrated: bool) -> None:
-        if method not in (None, "rtn") or options:
-            raise ValueError("format='fp8' has one method, 'rtn', without options; leave them out")
+        super().check(method, options, activations, False)
         if calibrated and activations is None:
             raise ValueError(
                 "calibration: of format='fp8' it gives the inputs their scales, but activations=None keeps inputs "
                 "exact; say activations='fp8', or leave the calibration out"
             )
 
-    def method(self, asked: str | None, calibrated: bool) -> str:
-        return "rtn"
-
-    def quantize(
-        self, w: Tensor, method: str, hessian: Tensor | None, *, name: str, shared: Tensor | None = None, **options: Any
-    ) -> FP8Weight:
+    def rounded(self, w: Tensor, name: str) -> FP8Weight:
         return fp8_weight.quantize(w, name)
 
     def input_scales(self, names: Iterable[str], calibration: Calibration) -> dict[str, Tensor]:
         return static_scales(names, calibration)
 
-    def rows(self, matrix: FP8Weight, rows: slice) -> FP8Weight:
-        return FP8Weight(matrix.codes[rows].contiguous(), matrix.scales[rows].contiguous())
 
-    def concatenate(self, matrices: Sequence[FP8Weight], name: str) -> FP8Weight:
-        return FP8Weight(*(torch.cat(parts) for parts in zip(*matrices)))
-
-
-class FP8BlocksFormat(Format[FP8Blocks]):
+class FP8BlocksFormat(ScaledCodesFormat[FP8Blocks]):
     """E4M3 with one scale per block of 128 x 128: what DeepSeek and Qwen publish."""
 
     name, title, weights = "fp8_blocks", "FP8 by blocks", "FP8 weights by blocks of 128 x 128"
     matrix, linear, stack = FP8Blocks, FP8BlockLinear, FP8BlockStack
     activations = fp8_blocks.ACTIVATIONS
     layouts = BLOCK_LAYOUTS
-    fallback = "rtn"
-    measures_on_inputs = False
 
-    def check(self, method: str | None, options: Mapping[str, Any], activations: str | None, calibrated: bool) -> None:
-        if method not in (None, "rtn") or options or calibrated:
-            raise ValueError("format='fp8_blocks' has one method, 'rtn', without more; leave the rest out")
-
-    def method(self, asked: str | None, calibrated: bool) -> str:
-        return "rtn"
-
-    def quantize(
-        self, w: Tensor, method: str, hessian: Tensor | None, *, name: str, shared: Tensor | None = None, **options: Any
-    ) -> FP8Blocks:
+    def rounded(self, w: Tensor, name: str) -> FP8Blocks:
         return fp8_blocks.quantize(w, name)
 
     def rows(self, matrix: FP8Blocks, rows: slice) -> FP8Blocks:
@@ -240,38 +260,26 @@ class FP8BlocksFormat(Format[FP8Blocks]):
     def concatenate(self, matrices: Sequence[FP8Blocks], name: str) -> FP8Blocks:
         if any(one.shape[0] % fp8_blocks.BLOCK for one in matrices[:-1]):
             log.warning("%s: gate and up are no whole blocks of 128 rows, rounded again as one matrix", name)
-            return fp8_blocks.quantize(torch.cat([one.dequantize() for one in matrices]), name)
-        return FP8Blocks(*(torch.cat(parts) for parts in zip(*matrices)))
+            return self.rounded(torch.cat([one.dequantize() for one in matrices]), name)
+        return super().concatenate(matrices, name)
 
 
-class MXFP8Format(Format[MXWeight]):
+class MXFP8Format(ScaledCodesFormat[MXWeight]):
     """E4M3 with one power of two per 32 values along K, or per tile of 32 x 32."""
 
     name, title, weights = "mxfp8", "MXFP8", "MXFP8 weights"
     matrix, linear, stack = MXWeight, MXFP8Linear, MXFP8Stack
     activations = mx_weight.ACTIVATIONS
     layouts = MX_LAYOUTS
-    fallback = "rtn"
-    measures_on_inputs = False
 
-    def check(self, method: str | None, options: Mapping[str, Any], activations: str | None, calibrated: bool) -> None:
-        if method not in (None, "rtn") or options or calibrated:
-            raise ValueError("format='mxfp8' has one method, 'rtn', without more; leave the rest out")
-
-    def method(self, asked: str | None, calibrated: bool) -> str:
-        return "rtn"
-
-    def quantize(
-        self, w: Tensor, method: str, hessian: Tensor | None, *, name: str, shared: Tensor | None = None, **options: Any
-    ) -> MXWeight:
-        return mx_weight.quantize(w, name, tiles=options.get("tiles", False))
+    def rounded(self, w: Tensor, name: str) -> MXWeight:
+        return mx_weight.quantize(w, name)
 
     def rows(self, matrix: MXWeight, rows: slice) -> MXWeight:
-        codes, scales = mx_weight.by_rows(matrix)
-        return MXWeight(codes[rows].contiguous(), scales[rows].contiguous())
+        return super().rows(mx_weight.by_rows(matrix), rows)
 
     def concatenate(self, matrices: Sequence[MXWeight], name: str) -> MXWeight:
-        return MXWeight(*(torch.cat(parts) for parts in zip(*map(mx_weight.by_rows, matrices))))
+        return super().concatenate([mx_weight.by_rows(one) for one in matrices], name)
 
 
 NVFP4, FP8, FP8_BLOCKS, MXFP8 = NVFP4Format(), FP8Format(), FP8BlocksFormat(), MXFP8Format()

@@ -19,7 +19,7 @@ from .input_scales import shared_scales
 from .linear_layers import unwrapped
 from .pack_report import PackRow
 from .packable import LayerWeight, Packable, StackWeight
-from .packed_experts import PackedStack, replace_stack
+from .packed_experts import FP8Stack, PackedStack, replace_stack
 from .packed_linear import PackedLinear
 from .packed_weight import PackedWeight
 from .trained_grids import Recipe, convert, input_scale, quantized, recipe_of
@@ -47,8 +47,8 @@ class TrainedPacker:
         if not found:
             raise ValueError(_untrained(self.root, skipped))
         recipes = {name: self._recipe(name, grid[0]) for name, grid in found.items()}
-        of_layers = {name: input_scale(grids) for name, grids in found.items() if name in layers}
-        scales = shared_scales({name: scale for name, scale in of_layers.items() if scale is not None})
+        own = {name: input_scale(grids) for name, grids in found.items()}
+        scales = shared_scales({name: scale for name, scale in own.items() if scale is not None})
         for name in tqdm(found, desc="pack as trained", disable=not progress):
             self._pack(name, weights[name], found[name], recipes[name], scales.get(name))
         left = [PackRow(name, weights[name].shape, reason=HIGH_PRECISION) for name in grids if name not in found]
@@ -83,7 +83,9 @@ class TrainedPacker:
             error = _error([one.values for one in weight.matrices(name)], matrices)
             packed: PackedStack = recipe.format.stack.of(matrices, dtype, weight.stack.transposed)
             replace_stack(weight.stack.module, weight.stack.name, packed)
-            reason.append("inputs exact")
+            if isinstance(packed, FP8Stack):
+                packed.use_activations(recipe.activations, inputs)
+            reason.append(packed.inputs if isinstance(packed, FP8Stack) else "inputs exact")
             after = packed.memory_bytes()
         elif isinstance(weight, LayerWeight) and (twin := self.done.get(key)) is not None:
             assert isinstance(twin, PackedLinear)

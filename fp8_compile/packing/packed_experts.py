@@ -18,13 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from fp8_compile.kernels import experts as ops
-from fp8_compile.kernels.fp8_weight import FP8Weight
+from fp8_compile.kernels.cpu.large_pages import in_large_pages
+from fp8_compile.kernels.fp8_inputs import round_inputs_op
 from fp8_compile.kernels.nvfp4.ops import STANDARD, to_standard
 from fp8_compile.kernels.nvfp4.weight import NVFP4Weight
-from fp8_compile.torch_internals.graphs import pytree
+from fp8_compile.torch_internals.graphs import plain_torch_functions, pytree
 from fp8_compile.torch_internals.transformers import experts_implementation
 
 from .packed_weight import Matrix, NVFP4Parts, PackedWeight
+from .static_inputs import FP8Parts
 
 aten = torch.ops.aten
 
@@ -36,6 +38,7 @@ class PackedStack(PackedWeight):
     out_features: int  # N
     in_features: int  # K
     transposed: bool  # True if the module reads them as [K, N]
+    static_inputs: bool | None = None  # as of a layer; None: inputs are exact
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, transposed: bool, parts: dict[str, Tensor]) -> None:
         super().__init__()
@@ -47,11 +50,13 @@ class PackedStack(PackedWeight):
     @classmethod
     def of(cls, matrices: Sequence[Any], dtype: torch.dtype, transposed: bool) -> PackedStack:
         """The stack of some matrices in the class's format."""
-        raise NotImplementedError
+        parts = {name: torch.stack([getattr(one, name) for one in matrices]) for name in cls.packed}
+        return cls((len(matrices), *matrices[0].shape), dtype, transposed, parts)
 
     def matrix(self, expert: int) -> Matrix:
         """One expert's packed weight in the standard layout."""
-        raise NotImplementedError
+        made: Matrix = self.matrix_type(*(getattr(self, name)[expert] for name in type(self).packed))
+        return made
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -62,7 +67,7 @@ class PackedStack(PackedWeight):
         """The stack as the module reads it."""
         if torch.compiler.is_compiling():
             return self.as_read(self.dequantize(self.dtype))
-        return LazyStack(self)
+        return LazyStack(self) if self.static_inputs is None else RoundingStack(self)
 
     def dequantize(self, dtype: torch.dtype = torch.float32, which: Tensor | None = None) -> Tensor:
         """[E, N, K], or the matrices that ``which`` names, [*which.shape, N, K]."""
@@ -80,8 +85,8 @@ class NVFP4Stack(NVFP4Parts, PackedStack):
 
     @classmethod
     def of(cls, matrices: Sequence[NVFP4Weight], dtype: torch.dtype, transposed: bool) -> NVFP4Stack:
-        parts = {name: torch.stack([getattr(one, name) for one in matrices]) for name in cls.packed}
-        stack = cls((len(matrices), *matrices[0].shape), dtype, transposed, parts)
+        stack = super().of(matrices, dtype, transposed)
+        assert isinstance(stack, NVFP4Stack)
         stack.layout, stack.block_size = STANDARD, matrices[0].block_size
         stack.use_best_layout()
         return stack
@@ -98,23 +103,21 @@ class NVFP4Stack(NVFP4Parts, PackedStack):
         return f"{super().extra_repr()}, layout={self.layout}"
 
 
-class FP8Stack(PackedStack):
-    """codes e4m3 [E, N, K], scales fp32 [E, N]."""
+class FP8Stack(FP8Parts, PackedStack):
+    """codes e4m3 [E, N, K], scales fp32 [E, N]; inputs of all experts have the same scale, where it is static."""
 
-    packed = ("codes", "scales")
-    codes: Tensor
-    scales: Tensor
-
-    @classmethod
-    def of(cls, matrices: Sequence[FP8Weight], dtype: torch.dtype, transposed: bool) -> FP8Stack:
-        codes, scales = (torch.stack(parts) for parts in zip(*matrices))
-        return cls(codes.shape, dtype, transposed, {"codes": codes, "scales": scales})
-
-    def matrix(self, expert: int) -> FP8Weight:
-        return FP8Weight(self.codes[expert], self.scales[expert])
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, transposed: bool, parts: dict[str, Tensor]) -> None:
+        super().__init__(shape, dtype, transposed, {**parts, "codes": in_large_pages(parts["codes"])})
+        self.use_activations(None)
 
     def dequantize(self, dtype: torch.dtype = torch.float32, which: Tensor | None = None) -> Tensor:
+        if self.activations is not None and torch.compiler.is_compiling():  # passes round what is multiplied by it
+            return ops.fp8_dequantize_rounding_op(self.codes, self.scales, self.input_scale, dtype, which)
         return ops.fp8_dequantize_op(self.codes, self.scales, dtype, which)
+
+    def round_inputs(self, x: Tensor) -> Tensor:
+        """x [..., K] as the product sees it."""
+        return round_inputs_op(x.reshape(-1, x.shape[-1]), self.input_scale).view(x.shape)
 
 
 class LazyStack(Tensor):
@@ -145,6 +148,41 @@ class LazyStack(Tensor):
             return args[0]._dequantized(args[1][0])
         args, kwargs = pytree.tree_map_only(LazyStack, LazyStack._dequantized, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+
+PRODUCTS = ("linear", "matmul", "__matmul__", "mm", "bmm", "grouped_mm", "_grouped_mm", "grouped_mm_fallback")
+
+
+class RoundsInputs(Tensor):
+    """Matrices of a stack that round what they are multiplied by; so do views of them and lookups in them."""
+
+    stack: FP8Stack
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        ours = next(one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, RoundsInputs))
+        product = getattr(func, "__name__", "") in PRODUCTS
+        if product:
+            x, weight, *rest = args
+            if isinstance(x, RoundsInputs):  # a right operand has K along its rows
+                args = x, ours.stack.round_inputs(weight.transpose(-2, -1)).transpose(-2, -1), *rest
+            else:
+                args = ours.stack.round_inputs(x), weight, *rest
+        with plain_torch_functions():
+            result = func(*args, **(kwargs or {}))
+        if product or not isinstance(result, Tensor) or not result.is_floating_point():
+            return result
+        found = result.as_subclass(RoundedMatrices)
+        found.stack = ours.stack
+        return found
+
+
+class RoundedMatrices(RoundsInputs):
+    """Some matrices, dequantized."""
+
+
+class RoundingStack(RoundsInputs, LazyStack):
+    """The whole stack, of which those that are looked up are dequantized."""
 
 
 class PackedExperts(nn.Module):

@@ -15,13 +15,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fp8_compile.kernels import fp8_weight
-from fp8_compile.kernels.fp8_inputs import ACTIVATIONS, round_inputs_op
+from fp8_compile.kernels.cpu.large_pages import in_large_pages
+from fp8_compile.kernels.fp8_inputs import round_inputs_op
 from fp8_compile.kernels.fp8_weight import FP8Weight
 from fp8_compile.kernels.nvfp4 import ops
 from fp8_compile.kernels.nvfp4.weight import NVFP4Weight
 
 from .linear_layers import is_conv1d
 from .packed_weight import Matrix, NVFP4Parts, PackedWeight
+from .static_inputs import FP8Parts
 from .uncompiled_product import autocast, product
 
 # What a layer has beside its buffers, where its format knows it.
@@ -51,7 +53,17 @@ class PackedLinear(PackedWeight):
         ``weight`` is the matrix in the class's format, ``dtype`` the one that it had, ``input_scale`` the static scale
         of its inputs, where the format knows one.
         """
-        raise NotImplementedError
+        transposed = cls.is_transposed(layer)
+        layer.__class__ = cls
+        assert isinstance(layer, PackedLinear)
+        layer.transposed, layer.dtype = transposed, dtype
+        layer.out_features, layer.in_features = weight.shape
+        layer._parameters.pop("weight", None)
+        if "bias" not in layer._parameters:
+            layer.register_parameter("bias", None)
+        for name in cls.packed:
+            layer.register_buffer(name, getattr(weight, name))
+        layer.use_activations(activations, input_scale)
 
     @property
     def weight(self) -> Tensor:
@@ -60,7 +72,8 @@ class PackedLinear(PackedWeight):
 
     def matrix(self) -> Matrix:
         """The packed weight in the standard layout."""
-        raise NotImplementedError
+        made: Matrix = self.matrix_type(*(getattr(self, name) for name in type(self).packed))
+        return made
 
     @property
     def static_scale(self) -> Tensor | None:
@@ -116,15 +129,6 @@ class PackedLinear(PackedWeight):
         bias = self.bias is not None
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}"
 
-    def _become(self, in_features: int, out_features: int, dtype: torch.dtype, buffers: dict[str, Tensor]) -> None:
-        """Give a layer that has just got this class its fields and buffers."""
-        self.in_features, self.out_features, self.dtype = in_features, out_features, dtype
-        self._parameters.pop("weight", None)
-        if "bias" not in self._parameters:
-            self.register_parameter("bias", None)
-        for name, value in buffers.items():
-            self.register_buffer(name, value)
-
 
 class NVFP4Linear(NVFP4Parts, PackedLinear):
     """Weight in NVFP4."""
@@ -143,13 +147,9 @@ class NVFP4Linear(NVFP4Parts, PackedLinear):
 
             NVFP4InputsLinear.convert(layer, weight, dtype, None, input_scale)
             return
-        transposed = cls.is_transposed(layer)
-        layer.__class__ = cls
+        super().convert(layer, weight, dtype, activations)
         assert isinstance(layer, NVFP4Linear)
-        layer.transposed = transposed
-        layer.activations, layer.layout, layer.block_size = activations, ops.STANDARD, weight.block_size
-        parts = {"codes": weight.codes, "block_scales": weight.block_scales, "global_scale": weight.global_scale}
-        layer._become(weight.columns, weight.codes.shape[0], dtype, parts)
+        layer.layout, layer.block_size = ops.STANDARD, weight.block_size
         layer.use_best_layout()
 
     def matrix(self) -> NVFP4Weight:
@@ -184,17 +184,8 @@ class NVFP4Linear(NVFP4Parts, PackedLinear):
         return f"{super().extra_repr()}, activations={self.activations}, layout={self.layout}"
 
 
-class FP8Linear(PackedLinear):
-    """Weight in E4M3, one scale per row: codes e4m3 [N, K], scales fp32 [N].
-
-    ``activations="fp8"``: inputs are rounded to E4M3 too, by ``input_scale`` (fp32 [], a calibration's amax / 448), or
-    where that is None each row by its own amax.
-    """
-
-    packed = ("codes", "scales")
-    codes: Tensor
-    scales: Tensor
-    input_scale: Tensor | None
+class FP8Linear(FP8Parts, PackedLinear):
+    """Weight in FP8, one scale per row."""
 
     @classmethod
     def convert(
@@ -205,31 +196,8 @@ class FP8Linear(PackedLinear):
         activations: str | None,
         input_scale: Tensor | None = None,
     ) -> None:
-        transposed = cls.is_transposed(layer)
-        layer.__class__ = cls
-        assert isinstance(layer, FP8Linear)
-        layer.transposed = transposed
-        n, k = weight.shape
-        layer._become(k, n, dtype, {"codes": weight.codes, "scales": weight.scales})
-        layer.use_activations(activations, input_scale)
-
-    def matrix(self) -> FP8Weight:
-        return FP8Weight(self.codes, self.scales)
-
-    def use_activations(self, activations: str | None, input_scale: Tensor | None = None) -> None:
-        assert activations in ACTIVATIONS and (activations or input_scale is None)
-        self.activations = activations
-        self.register_buffer("input_scale", input_scale)
-        self.packed = (*type(self).packed, *(() if input_scale is None else ("input_scale",)))
-
-    @property
-    def static_inputs(self) -> bool | None:
-        return None if self.activations is None else self.input_scale is not None
-
-    @property
-    def inputs(self) -> str:
-        words = {None: "", True: "inputs e4m3, static scale", False: "inputs e4m3, dynamic scale a row"}
-        return words[self.static_inputs]
+        placed = FP8Weight(in_large_pages(weight.codes), weight.scales)
+        super().convert(layer, placed, dtype, activations, input_scale)
 
     def forward(self, input: Tensor) -> Tensor:
         rows = input.reshape(-1, self.in_features)
@@ -246,8 +214,3 @@ class FP8Linear(PackedLinear):
 
     def extra_repr(self) -> str:
         return ", ".join(filter(None, (super().extra_repr(), self.inputs)))
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        if self.input_scale is not None and f"{prefix}input_scale" in state_dict:
-            self.input_scale = self.input_scale.clone()  # what is loaded need not be what siblings get
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

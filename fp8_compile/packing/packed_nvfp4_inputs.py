@@ -7,8 +7,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -19,13 +17,13 @@ from fp8_compile.kernels.nvfp4.weight import NVFP4Weight
 from fp8_compile.kernels.nvfp4_training import FOUR_OF_SIX, global_scale
 
 from .packed_linear import NVFP4Linear
+from .static_inputs import StaticInputs
 from .uncompiled_product import autocast, product
 
 
-class NVFP4InputsLinear(NVFP4Linear):
+class NVFP4InputsLinear(StaticInputs, NVFP4Linear):
     """codes uint8 [N, K'/2], block_scales e4m3 [N, K'/16], global_scale fp32 []; input_scale fp32 []."""
 
-    input_scale: Tensor | None
     four_over_six: bool  # inputs choose between two scales per block
 
     @classmethod
@@ -47,8 +45,7 @@ class NVFP4InputsLinear(NVFP4Linear):
 
     def use_activations(self, activations: str | None, input_scale: Tensor | None = None) -> None:
         """``activations`` stay None, so that the weight is stored as products with exact inputs want it."""
-        self.register_buffer("input_scale", input_scale)
-        self.packed = (*type(self).packed, *(() if input_scale is None else ("input_scale",)))
+        super().use_activations(None, input_scale)
 
     def lend(self, layer: nn.Module) -> NVFP4InputsLinear:
         lent = super().lend(layer)
@@ -93,8 +90,3 @@ class NVFP4InputsLinear(NVFP4Linear):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self.inputs}"
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        if self.input_scale is not None and f"{prefix}input_scale" in state_dict:
-            self.input_scale = self.input_scale.clone()  # what is loaded need not be what siblings get
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

@@ -12,6 +12,7 @@ from typing import Any, Callable, Protocol, Self
 import torch
 from torch import Tensor, nn
 
+from fp8_compile.kernels.cpu.large_pages import in_large_pages
 from fp8_compile.kernels.nvfp4 import ops
 
 
@@ -31,6 +32,7 @@ class PackedWeight(nn.Module):
 
     dtype: torch.dtype  # of the weight before it was packed
     packed: tuple[str, ...] = ()  # buffers that hold the weight
+    matrix_type: Callable[..., Any]  # makes a matrix of those parts
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         raise NotImplementedError
@@ -39,13 +41,18 @@ class PackedWeight(nn.Module):
         """How many bytes the weight takes."""
         return sum(getattr(self, name).nbytes for name in self.packed)
 
+    @property
+    def is_sharded(self) -> bool:
+        """True if this rank has only a part of the weight."""
+        return False
+
     def reason_against_export(self) -> str | None:
         """Why no CPU kernel that a package could hold reads this weight, or None."""
         return None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Apply ``fn`` to the packed parts as bytes: it moves them, but can't cast them."""
-        parts: dict[str, Tensor] = {name: getattr(self, name) for name in self.packed}
+        parts = {name: part for name in self.packed if (part := self._buffers.get(name)) is not None}
         for name in parts:
             del self._buffers[name]
         try:
@@ -59,6 +66,18 @@ class PackedWeight(nn.Module):
                 self._buffers[name] = moved.view(value.dtype).reshape(value.shape)
         self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype  # a layer without bias follows casts, too
         return self
+
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        """Take the parts as they are here, or as bytes in another shape (``shardable.py``)."""
+        held = {**self._parameters, **self._buffers}
+        for name in self.packed:
+            part, own = state_dict.get(prefix + name), held.get(name)
+            if part is None or own is None or part.nbytes != own.nbytes:
+                continue
+            if part.shape != own.shape or (part.dtype != own.dtype and torch.uint8 in (part.dtype, own.dtype)):
+                state_dict[prefix + name] = part.contiguous().view(torch.uint8).view(own.dtype).reshape(own.shape)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
 class NVFP4Parts(PackedWeight):
@@ -77,7 +96,10 @@ class NVFP4Parts(PackedWeight):
         """Store the weight in another layout, in place of what was there."""
         if layout != self.layout:
             standard = ops.to_standard(self.codes, self.block_scales, self.layout)
-            self.codes, self.block_scales = ops.from_standard(*standard, layout)
+            laid_out = ops.from_standard(*standard, layout)
+            if layout == ops.INTERLEAVED:  # for a CPU's kernels
+                laid_out = in_large_pages(laid_out[0]), in_large_pages(laid_out[1])
+            self.codes, self.block_scales = laid_out
             self.layout = layout
 
     def use_best_layout(self) -> None:

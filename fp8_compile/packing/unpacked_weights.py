@@ -14,6 +14,8 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from fp8_compile.torch_internals.modules import NORMS_AND_CONVOLUTIONS
 
+from .packed_weight import PackedWeight
+
 NO_PRODUCTS = (
     nn.Embedding,
     nn.EmbeddingBag,
@@ -33,7 +35,7 @@ def unpacked_weights(root: nn.Module, known: set[int]) -> dict[str, tuple[tuple[
     of the parameters that have a row already."""
     found = {}
     for name, module in root.named_modules():
-        if isinstance(module, NO_PRODUCTS) or "Embedding" in type(module).__name__:
+        if isinstance(module, (*NO_PRODUCTS, PackedWeight)) or "Embedding" in type(module).__name__:
             continue
         for own, parameter in module._parameters.items():
             if parameter is None or id(parameter) in known or NO_WEIGHT.search(own):

@@ -30,6 +30,12 @@ def update_packed(packed: nn.Module, state_dict: Mapping[str, Tensor]) -> list[s
     root = unwrapped(packed)
     state_dict = {name.replace(".base_layer.", "."): value for name, value in state_dict.items()}
     layers, plain = _targets(root), _plain(root)
+    sharded = next((name for name in state_dict if name in layers and layers[name].is_sharded), None)
+    if sharded is not None:
+        raise ValueError(
+            f"{sharded}: its codes are sharded; expected new weights, or merge_adapters, before fully_shard, "
+            "or in a model of one process that has loaded the checkpoint"
+        )
     new = {name: _matrices(name, layers[name], value) for name, value in state_dict.items() if name in layers}
     for name, value in state_dict.items():
         if name not in layers:

@@ -86,37 +86,3 @@ def _scale(amax: Tensor) -> Tensor:
     if not amax.isfinite().all():
         raise ValueError("keys or values of the calibration are Inf or NaN, expected finite ones; see its batches")
     return torch.where(amax == 0, 1.0, amax / E4M3.max)
-
-
-def stored_scales(model: nn.Module, tensors: Mapping[str, Tensor]) -> Scales:
-    """Those of a checkpoint: ``k_scale`` and ``v_scale`` of an attention module or of its projections, one number or
-    one for each head; an empty dict where it has none."""
-    found: dict[int, dict[str, Tensor]] = {}
-    groups = getattr(getattr(model, "config", None), "num_key_value_heads", None)
-    for name, tensor in tensors.items():
-        module, _, part = name.rpartition(".")
-        if part not in ("k_scale", "v_scale"):
-            continue
-        layer = _layer_index(model, module)
-        if layer is None:
-            continue
-        scale = tensor.to(torch.float32).flatten()
-        if not (scale.isfinite() & (scale > 0)).all() or len(scale) not in (1, groups):
-            raise ValueError(
-                f"{name}: expected a positive number, or one for each of {groups} heads, got {scale.tolist()[:8]}"
-            )
-        found.setdefault(layer, {})[part] = scale.expand(groups or len(scale)).clone()
-    return {layer: (one["k_scale"], one["v_scale"]) for layer, one in found.items() if len(one) == 2}
-
-
-def _layer_index(model: nn.Module, name: str) -> int | None:
-    """The number of the attention module that a name leads to or into."""
-    while name:
-        try:
-            index = getattr(model.get_submodule(name), "layer_idx", None)
-        except AttributeError:
-            index = None
-        if isinstance(index, int):
-            return index
-        name = name.rpartition(".")[0]
-    return None

@@ -18,7 +18,11 @@ SCRIPTS = ("data.js", "layout.js", "graph.js", "table.js", "charts.js", "summary
 # A page of a thousand tensors and a million passes must still open at once.
 MOST_MOMENTS, FEWEST_MOMENTS, MOST_POINTS = 512, 32, 60_000
 MOST_PASSES_BYTES = 2**30
-KEPT = {"amax": "largest", "scale": "last", "elements": "sum", "overflow": "sum", "underflow": "sum", "sqnr": "least"}
+KEPT = {
+    "amax": "largest", "scale": "last", "elements": "sum", "overflow": "sum", "underflow": "sum", "sqnr": "least",
+    "blocks": "sum", "at_ends": "sum",
+}  # fmt: skip
+LATER = ("blocks", "at_ends")  # fields that older files do not have
 
 
 def refresh(folder: Path) -> Path:
@@ -113,6 +117,7 @@ def _columns(head: dict[str, Any], *moments: dict[str, Any]) -> dict[str, Any]:
                 for slot in range(len(head["slots"]))
             ]
             for field, how in KEPT.items()
+            if field not in LATER or all(field in moment for moment in moments)
         },
     }
 

@@ -175,6 +175,8 @@ def open_slots(
 
 
 def update_rule(config: Config) -> UpdateRule:
+    if not config.delays:
+        return UpdateRule(algorithm="frozen")  # amaxes are recorded for stats; there is no scale that could be stale
     return UpdateRule(config.margin, config.amax_algorithm, config.scale_update_interval)
 
 

@@ -5,13 +5,14 @@ The first line names the tensors, each further one is a moment (null: not part o
 
     {"slots": ["up#0.input", ...], "largest": [448.0, ...]}
     {"pass": 3, "step": null, "amax": [1.25, ...], "scale": [358.4, ...], "elements": [4096, ...],
-     "overflow": [0, ...], "underflow": [7, ...], "sqnr": [31.5, ...]}
+     "overflow": [0, ...], "underflow": [7, ...], "sqnr": [31.5, ...], "blocks": [128, ...], "at_ends": [0, ...]}
 
-``amax`` is of the newest run of the graph and ``scale`` the one that it used (0: none yet, its own amax was taken;
-where someone called ``stats()`` or ``state_dict()`` in between, the next one). The counts are those since the line
-before. In long trainings only every second run is recorded, then every fourth and so on, and no count is lost by that.
-Only tensors are read, nothing of the state changes; a GPU is waited for. The name of the file and its key "pass" come
-from a time when a run was called a pass: they stay, so that old files can be read.
+``amax`` is of the newest run of the graph and ``scale`` the one that it used (0: none yet, or none at all, its own amax
+was taken; where someone called ``stats()`` or ``state_dict()`` in between, the next one). The counts are those since
+the line before; ``blocks`` and ``at_ends`` are of formats with a scale per block, and 0 elsewhere (``stats.py``). In
+long trainings only every second run is recorded, then every fourth and so on, and no count is lost by that. Only
+tensors are read, nothing of the state changes; a GPU is waited for. The name of the file and its key "pass" come from a
+time when a run was called a pass: they stay, so that old files can be read.
 """
 
 from __future__ import annotations
@@ -94,9 +95,8 @@ class RunRecorder:
 
     def _moment(self) -> dict[str, list[Any]]:
         tables = {place.table: self._read(place.table) for place in self.places.values()}
-        columns: dict[str, list[Any]] = {
-            name: [] for name in ("amax", "scale", "elements", "overflow", "underflow", "sqnr")
-        }
+        names = ("amax", "scale", "elements", "overflow", "underflow", "sqnr", "blocks", "at_ends")
+        columns: dict[str, list[Any]] = {name: [] for name in names}
         for slot, place in self.places.items():
             amaxes, scales, runs, newest, stats = (column[place.row] for column in tables[place.table])
             if amaxes == ABSENT and runs > self._runs_of[slot]:
@@ -106,13 +106,15 @@ class RunRecorder:
             if counted[0] < 0:  # reset_stats() was called
                 counted = stats
             self._counted[slot] = stats
-            elements, overflow, underflow, signal, noise, *_ = counted
+            elements, overflow, underflow, signal, noise, blocks, at_ends = counted
             columns["amax"].append(None if amaxes == ABSENT else _plain(amaxes))
             columns["scale"].append(_plain(scales))
             columns["elements"].append(int(elements))
             columns["overflow"].append(int(overflow))
             columns["underflow"].append(int(underflow))
             columns["sqnr"].append(_plain(decibel(signal, noise)) if elements else None)
+            columns["blocks"].append(int(blocks))
+            columns["at_ends"].append(int(at_ends))
         return columns
 
     def _read(self, index: int) -> tuple[list[Any], ...]:

@@ -45,6 +45,26 @@ def local_part(tensor: Tensor) -> Tensor:
     return getattr(tensor, "_local_tensor", tensor)
 
 
+def is_sharded(tensor: Tensor) -> bool:
+    """True for a DTensor, of which a rank has a part."""
+    return hasattr(tensor, "_local_tensor")
+
+
+def whole_of(tensor: Any) -> Tensor:
+    """A tensor as one process would have it. Of a DTensor it is gathered: all ranks have to ask for it."""
+    whole: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor
+    return whole
+
+
+def like_local(tensor: Any, local: Tensor) -> Tensor:
+    """``tensor`` with another part on this rank, of the same shape."""
+    if not is_sharded(tensor):
+        return local
+    shape = {"shape": tensor.shape, "stride": tensor.stride()}
+    made: Tensor = type(tensor).from_local(local, tensor.device_mesh, tensor.placements, run_check=False, **shape)
+    return made
+
+
 def gathered_by_fsdp() -> set[int]:
     """Identities of the parameters that FSDP2 gathers for a while, on every rank."""
     if not torch.distributed.is_available():

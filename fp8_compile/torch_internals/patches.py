@@ -111,6 +111,19 @@ TABLE: dict[str, Patch] = {
         until="Inductor checks that the loops have equal shapes, which the split divides, before it splits them",
         without="blockwise is skipped on CPUs: its generated code would be wrong",
     ),
+    "cheap_ops": Patch(
+        functions={
+            "torch._functorch.partitioners.get_default_op_list": ("()",),
+            "torch._functorch.partitioners.is_non_builtin_to_include": ("(node)",),
+        },
+        releases=TORCH,
+        symptom="The partitioner has a list of operations that are cheap, and saves for backward whatever another "
+        "one returns or reads. A quantize then has to be some twenty plain operations until the graph is split: "
+        "compiling a whole model for a CPU took 1.6 times as long as without us.",
+        link="none reported; torch/_functorch/partitioners.py: get_default_op_list",
+        until="an operation can be registered or tagged as one that is cheap to compute again",
+        without="models take longer to compile for a CPU, and the code is the same",
+    ),
     "interpreter": Patch(
         functions={
             "triton.runtime.interpreter._convert_float": ("(input, input_dtype, output_dtype, rounding_mode)",),
@@ -176,7 +189,7 @@ def without(name: str) -> Iterator[None]:
 
 def extends(name: str, *functions: str) -> Callable[[Function], Function]:
     """Replace methods of a row by a function that gets the original as its second argument, after ``self``; that of a
-    static method gets it first.
+    static method, or of a module, gets it first.
 
     While the row is left out, the original is called. Functions of the row that are not replaced yet keep the row from
     being active.
@@ -188,7 +201,8 @@ def extends(name: str, *functions: str) -> Callable[[Function], Function]:
             if fits(name):
                 owner, attribute = _place(full_name)
                 static = isinstance(inspect.getattr_static(owner, attribute), staticmethod)
-                made = _replacement(name, getattr(owner, attribute), function, static)
+                no_self = static or inspect.ismodule(owner)
+                made = _replacement(name, getattr(owner, attribute), function, no_self)
                 setattr(owner, attribute, staticmethod(made) if static else made)
                 _extended.add((name, full_name))
         return function
@@ -197,13 +211,13 @@ def extends(name: str, *functions: str) -> Callable[[Function], Function]:
 
 
 def _replacement(
-    name: str, original: Callable[..., Any], function: Callable[..., Any], static: bool = False
+    name: str, original: Callable[..., Any], function: Callable[..., Any], no_self: bool = False
 ) -> Callable[..., Any]:
     @functools.wraps(original)
     def replaced(*args: Any, **kwargs: Any) -> Any:
         if why_not(name) is not None:
             return original(*args, **kwargs)
-        return function(original, *args, **kwargs) if static else function(args[0], original, *args[1:], **kwargs)
+        return function(original, *args, **kwargs) if no_self else function(args[0], original, *args[1:], **kwargs)
 
     return replaced
 

@@ -84,6 +84,7 @@ class Dots {
 
  public:
   static constexpr int64_t ROWS = 4;
+  static constexpr int64_t AHEAD = 2048;  // bytes of columns fetched before they are needed
   static int64_t depth(int64_t k) { return ceil_div(k, STEP) * STEP; }
 
   // rows: [ROWS][depth(k)], zeros behind m and k. right: column n begins at right + n * stride.
@@ -117,6 +118,7 @@ class Dots {
     for (; at + TURNS * STEP <= k; at += TURNS * STEP)
 #pragma GCC unroll 4
       for (int turn = 0; turn < TURNS; ++turn) {
+        __builtin_prefetch(column + at + turn * STEP + AHEAD);
         const typename Step::Column decoded = step.column(column + at + turn * STEP);
 #pragma GCC unroll 4
         for (int r = 0; r < R; ++r) Step::add(sum[r][turn], rows + r * depth + at + turn * STEP, decoded);

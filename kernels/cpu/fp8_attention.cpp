@@ -153,7 +153,7 @@ class Piece {
     for (int64_t r = 0; r < p.rows(); ++r) {
       const int64_t head = g * p.repeats + r / p.queries, at = b * p.query_strides[0] + head * p.query_strides[1] + r % p.queries * p.query_strides[2];
       for (int64_t d = 0; d < p.width; ++d) rows_[r * depth + d] = number(p.query, at + d, p.dtype) * (p.scale * UNIT);
-      std::fill(&rows_[r * depth + p.width], &rows_[r * depth] + depth, 0.0f);
+      std::fill(rows_.data() + r * depth + p.width, rows_.data() + r * depth + depth, 0.0f);
     }
   }
 
@@ -163,9 +163,9 @@ class Piece {
     const bool one_for_all = !p.causal && (!p.mask_kind || (p.mask_strides[1] == 0 && p.mask_strides[2] == 0));
     std::fill(used, used + blocks, false);
     for (int64_t r = 0; r < p.rows(); ++r) {
-      float* row = &scores[r * PIECE];
+      float* row = scores.data() + r * PIECE;
       if (r && one_for_all) {
-        std::memcpy(row, &scores[0], blocks * LANES * sizeof(float));
+        std::memcpy(row, scores.data(), blocks * LANES * sizeof(float));
         continue;
       }
       read_mask_of(b, g * p.repeats + r / p.queries, r % p.queries, row);
@@ -210,7 +210,7 @@ class Piece {
 
   template <int COUNT>
   int64_t score(int64_t b, int64_t g, int64_t first) {
-    const float* rows = &rows_[first * depth];
+    const float* rows = rows_.data() + first * depth;
     for (int64_t block = 0; block * LANES < count; ++block) {
       if (!used[block]) continue;
       Floats16 sums[COUNT][LANES];
@@ -243,7 +243,7 @@ class Piece {
         for (int r = 0; r < COUNT; ++r) sums[r][i] = Floats16{};
       }
       for (int r = 0; r < COUNT; ++r) {
-        float* to = &scores[(first + r) * PIECE + block * LANES];
+        float* to = scores.data() + (first + r) * PIECE + block * LANES;
         const Floats16 added = load(to), found = totals(sums[r]) * load(scales) + added;
         store(to, added == all(LEAST) ? added : found);
       }
@@ -253,7 +253,7 @@ class Piece {
 
   // Scores become exponentials.
   void weigh(int64_t r, const Partial& to) {
-    float* row = &scores[r * PIECE];
+    float* row = scores.data() + r * PIECE;
     Floats16 most = all(LEAST);
     for (int64_t block = 0; block * LANES < count; ++block)
       if (used[block]) most = larger(load(row + block * LANES), most);
@@ -274,7 +274,7 @@ class Piece {
 
   template <int COUNT>
   int64_t mix(int64_t b, int64_t g, int64_t first, const Partial& to) {
-    const float* weights = &scores[first * PIECE];
+    const float* weights = scores.data() + first * PIECE;
     for (int64_t d = 0; d < wide; d += STRIP) {
       Floats16 sums[COUNT][STRIP / LANES] = {};
       const int64_t there = std::min(STRIP, p.value_width - d);
@@ -333,7 +333,7 @@ extern "C" void fp8_attention(int64_t batch, int64_t groups, int64_t repeats, in
   const int team = usable_threads(threads, tasks);
   const auto work = [&](Piece& own, int64_t task) {
     const int64_t piece = task % pieces, g = task / pieces % groups, b = task / pieces / groups;
-    own.run(b, g, piece, {&largest[task * rows], &total[task * rows], &mixed[task * rows * wide]});
+    own.run(b, g, piece, {largest.data() + task * rows, total.data() + task * rows, mixed.data() + task * rows * wide});
   };
   if (team == 1) {
     Piece own(p);
@@ -357,7 +357,7 @@ extern "C" void fp8_attention(int64_t batch, int64_t groups, int64_t repeats, in
         const int64_t at = (head * pieces + piece) * rows + r;
         const float weight = std::exp(largest[at] - most);
         all_weights += weight * total[at];
-        const float* part = &mixed[at * wide];
+        const float* part = mixed.data() + at * wide;
         for (int64_t d = 0; d < value_width; ++d) sum[d] += weight * part[d];
       }
       // rows of one group: heads, and for each its queries, as [heads, queries] of the result.

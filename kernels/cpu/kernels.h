@@ -129,7 +129,9 @@ void fp8_cache_dequantize(int64_t batch, int64_t groups, int64_t length, int64_t
 // nvfp4_paths.cpp and nvfp4_codes.cpp, a library of their own
 void nvfp4_scale_paths(const float* weights, const uint8_t* kept_zero, const float* factor, int64_t rows, int64_t columns,
                        int size, int64_t paths, int below, int above, float* found, int threads);
-void nvfp4_code_search(int8_t* levels, const float* scales, float* gradient, const float* hessian, int64_t rows,
+// Feedback within a block of `size` weights (kernels/nvfp4/feedback.py): y, missed, rounded [size, n], factor [size, size].
+void nvfp4_round_block(const float* y, const float* factor, int64_t n, int size, float* missed, float* rounded, int threads);
+void nvfp4_code_search(int8_t* levels, const float* scales, const float* gradient, const float* hessian, int64_t rows,
                        int64_t columns, int64_t size, int64_t steps, int64_t tenure, int threads);
 
 }  // extern "C"

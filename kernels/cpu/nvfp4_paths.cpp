@@ -1,7 +1,10 @@
 // Block scales of GPTQ by a search over several ways at once: kernels/nvfp4/scale_paths.py has the method and its
-// reference. A thread has a row of the matrix to itself; a lane is a way to round a block, by its path and its scale.
+// reference. A lane is a way to round a block, by its path and its scale. A thread takes a few rows of the matrix at once:
+// each by itself, but what their errors do to later columns is computed strip by strip of U for all of them, because U is
+// larger than a cache, and reading it takes longer than multiplying by it.
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <numeric>
 #include <vector>
@@ -12,7 +15,7 @@
 
 namespace {
 
-constexpr int64_t LANES = 16, JOINED = 4, STRIP = 64, TOGETHER = 4;
+constexpr int64_t LANES = 16, JOINED = 4, STRIP = 64, TOGETHER = 4, ROWS = 4;
 constexpr float TO_ZERO = 0x1p30f, SHIFT = 0x1.8p22f;
 constexpr int FIRST = 1, LAST = 126;  // bytes of E4M3
 
@@ -55,9 +58,10 @@ typedef int32_t Bits __attribute__((vector_size(4 * LANES)));
 inline Lanes& lanes_at(float* x) { return *reinterpret_cast<Lanes*>(x); }
 inline Lanes at_least(Lanes x, Lanes least) { return x < least ? least : x; }
 
-// Round the weights of a block one after the other; y: [B, LANES] by their scale -> what was missed, and the cost.
+// Round the weights of a block one after the other; y: [B, LANES] by their scale -> what was missed, and the cost;
+// rounded, if not null: what they became.
 template <int B>
-inline Lanes round_lanes(const Within<B>& within, const float* y, int64_t stride, Lanes (&missed)[B]) {
+inline Lanes round_lanes(const Within<B>& within, const float* y, int64_t stride, Lanes (&missed)[B], Lanes* rounded = nullptr) {
   const Lanes zero = {}, six = zero + 6.0f;
   for (int j = 0; j < B; j++) missed[j] = *reinterpret_cast<const Lanes*>(y + j * stride);
   Lanes cost = zero;
@@ -65,7 +69,8 @@ inline Lanes round_lanes(const Within<B>& within, const float* y, int64_t stride
   for (int j = 0; j < B; j++) {
     const Lanes now = missed[j], clipped = -at_least(-at_least(now, -six), -six);
     const Lanes step = at_least(Lanes(Bits(clipped) & 0x7f800000), zero + 1.0f) * SHIFT;
-    const Lanes off = now - ((clipped + step) - step);
+    const Lanes nearest = (clipped + step) - step, off = now - nearest;
+    if (rounded) rounded[j] = nearest;
     missed[j] = off;
     cost += within.price[j] * off * off;
 #pragma GCC unroll 32
@@ -87,17 +92,39 @@ class Search {
         errors(JOINED * B * wide), together(problem.paths * JOINED * B), y(B * most), scales(most),
         total(most), cost(wide), keys(most + 1), tried(most), again(most), bytes(count * wide), from(count * wide), chosen(wide), origin(wide) {}
 
-  void run(int64_t row, float* found) {
+  // Some rows from `row` on, by a search each.
+  static void run(std::vector<Search>& searches, int64_t row, int64_t rows, float* found) {
+    const auto each = [&](const auto& what) {
+      for (int64_t r = 0; r < rows; r++) what(searches[r], row + r);
+    };
+    const int64_t count = searches[0].count, columns = searches[0].p.columns;
+    each([](Search& one, int64_t at) { one.begin(at); });
+    for (int64_t first = 0; first < count; first += JOINED) {
+      const int64_t stop = std::min(first + JOINED, count), end = stop * B;
+      each([&](Search& one, int64_t at) { one.round(at, first, stop); });
+      if (end == columns) break;
+      each([&](Search& one, int64_t) { one.trace(first, stop); });
+      for (int64_t c = end / STRIP * STRIP; c < columns; c += STRIP) each([&](Search& one, int64_t) { one.feed_forward(first, stop, c); });
+      each([](Search& one, int64_t) { std::swap(one.rest, one.next); });
+    }
+    each([&](Search& one, int64_t at) { one.finish(found + at * count); });
+  }
+
+ private:
+  void begin(int64_t row) {
     std::copy_n(p.weights + row * p.columns, p.columns, rest.data());
     alive = 1;
     cost[0] = 0.0f;
-    for (int64_t first = 0; first < count; first += JOINED) {
-      int64_t stop = std::min(first + JOINED, count), begin = first * B, end = stop * B;
-      for (int64_t c = begin; c < end; c++)
-        for (int64_t i = 0; i < alive; i++) near[(c - begin) * wide + i] = rest[i * stride + c];
-      for (int64_t block = first; block < stop; block++) step(block, begin, end, p.kept_zero[row * count + block]);
-      if (end < p.columns) feed_forward(first, stop);
-    }
+  }
+
+  void round(int64_t row, int64_t first, int64_t stop) {
+    const int64_t begin = first * B, end = stop * B;
+    for (int64_t c = begin; c < end; c++)
+      for (int64_t i = 0; i < alive; i++) near[(c - begin) * wide + i] = rest[i * stride + c];
+    for (int64_t block = first; block < stop; block++) step(block, begin, end, p.kept_zero[row * count + block]);
+  }
+
+  void finish(float* found) {
     int64_t way = std::min_element(cost.begin(), cost.begin() + alive) - cost.begin();
     for (int64_t block = count - 1; block >= 0; block--) {
       found[block] = scale_of(bytes[block * wide + way]);
@@ -105,7 +132,6 @@ class Search {
     }
   }
 
- private:
   void step(int64_t block, int64_t begin, int64_t end, bool zero) {
     const int64_t done = block * B - begin;
     const float* now = near.data() + done * wide;  // [B, wide]
@@ -187,9 +213,9 @@ class Search {
     }
   }
 
-  // The errors of the joined blocks reach all columns behind them.
-  void feed_forward(int64_t first, int64_t stop) {
-    const int64_t begin = first * B, depth = (stop - first) * B, end = stop * B;
+  // The errors of the joined blocks by the paths that there are after them, and which path each of these comes from.
+  void trace(int64_t first, int64_t stop) {
+    const int64_t begin = first * B, depth = (stop - first) * B;
     std::iota(origin.begin(), origin.begin() + alive, 0);
     for (int64_t block = stop - 1; block >= first; block--) {
       for (int64_t i = 0; i < alive; i++)
@@ -197,13 +223,15 @@ class Search {
           together[i * depth + block * B - begin + j] = errors[(block * B - begin + j) * wide + origin[i]];
       for (int64_t i = 0; i < alive; i++) origin[i] = from[block * wide + origin[i]];
     }
-    for (int64_t c = end / STRIP * STRIP; c < p.columns; c += STRIP) {
-      const float* u = strips.data() + c * p.columns + begin * STRIP;
-      int64_t i = 0;
-      for (; i + TOGETHER <= alive; i += TOGETHER) feed_paths<TOGETHER>(i, c, u, depth);
-      for (; i < alive; i++) feed_paths<1>(i, c, u, depth);
-    }
-    std::swap(rest, next);
+  }
+
+  // These errors reach the columns behind them, a strip of these at once.
+  void feed_forward(int64_t first, int64_t stop, int64_t c) {
+    const int64_t depth = (stop - first) * B;
+    const float* u = strips.data() + c * p.columns + first * B * STRIP;
+    int64_t i = 0;
+    for (; i + TOGETHER <= alive; i += TOGETHER) feed_paths<TOGETHER>(i, c, u, depth);
+    for (; i < alive; i++) feed_paths<1>(i, c, u, depth);
   }
 
   // next[i] = rest[origin[i]] - errors[i] @ U, a strip of columns of a few paths; u: [depth, STRIP]
@@ -252,13 +280,35 @@ void search(const Problem& problem, int64_t rows, float* found, int threads) {
       strips[(c / STRIP * problem.columns + k) * STRIP + c % STRIP] = problem.factor[k * problem.columns + c];
 #pragma omp parallel num_threads(fp8::usable_threads(threads, rows))
   {
-    Search<B> own(problem, within, strips);
-#pragma omp for schedule(dynamic, 4)
-    for (int64_t row = 0; row < rows; row++) own.run(row, found + row * (problem.columns / B));
+    std::vector<Search<B>> own;
+    for (int64_t r = 0; r < ROWS; r++) own.emplace_back(problem, within, strips);
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t row = 0; row < rows; row += ROWS) Search<B>::run(own, row, std::min(ROWS, rows - row), found);
   }
 }
 
+template <int B>
+void round_block(const float* y, const float* factor, int64_t n, float* missed, float* rounded, int threads) {
+  const Within<B> within(factor, B);
+  fp8::for_each(n, LANES, fp8::usable_threads(threads, n / LANES / 16), [&](int64_t first) {
+    const int64_t lanes = std::min(LANES, n - first);
+    alignas(64) float mine[B][LANES] = {};
+    Lanes off[B], nearest[B];
+    for (int j = 0; j < B; j++) std::memcpy(mine[j], y + j * n + first, lanes * sizeof(float));
+    round_lanes<B>(within, &mine[0][0], LANES, off, nearest);
+    for (int j = 0; j < B; j++) {
+      std::memcpy(missed + j * n + first, &off[j], lanes * sizeof(float));
+      std::memcpy(rounded + j * n + first, &nearest[j], lanes * sizeof(float));
+    }
+  });
+}
+
 }  // namespace
+
+extern "C" void nvfp4_round_block(const float* y, const float* factor, int64_t n, int size, float* missed, float* rounded,
+                                  int threads) {
+  size == 32 ? round_block<32>(y, factor, n, missed, rounded, threads) : round_block<16>(y, factor, n, missed, rounded, threads);
+}
 
 extern "C" void nvfp4_scale_paths(const float* weights, const uint8_t* kept_zero, const float* factor, int64_t rows,
                                   int64_t columns, int size, int64_t paths, int below, int above, float* found,

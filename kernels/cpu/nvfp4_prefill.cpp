@@ -58,34 +58,6 @@ void decode(const uint8_t* codes, const uint8_t* scales, uint16_t* to) {
 }
 #endif
 
-// w: [k][COLS] or [k/2][COLS][2], groups side by side, or a part of one where a panel is narrower.
-template <class Micro>
-struct PackW {
-  using Element = typename Micro::Element;
-  static constexpr int64_t COLS = Micro::COLS, PER_K = COLS * NVFP4_BLOCK;
-  const Nvfp4Groups& groups;
-
-  void pack(int64_t col, int64_t cols, int64_t k, int64_t count, Element* to) const {
-    for (int64_t at = 0; at < count; at += NVFP4_BLOCK, to += PER_K) block(col, (k + at) / NVFP4_BLOCK, cols, to);
-    if (count % Micro::STEP) std::fill(to, to + COLS * (Micro::STEP - count % Micro::STEP), Element(0));
-  }
-
- private:
-  void block(int64_t col, int64_t block, int64_t cols, Element* to) const {
-    const int64_t group = col / LANES;
-    if constexpr (COLS < LANES) {
-      alignas(64) Element whole[NVFP4_BLOCK * LANES];
-      decode<LANES>(groups.codes(group, block), groups.scales(group, block), whole);
-      for (int k = 0; k < NVFP4_BLOCK; ++k) std::memcpy(to + k * COLS, whole + k * LANES + col % LANES, COLS * sizeof *to);
-    } else {
-      if (cols <= COLS - LANES) std::fill(to, to + PER_K, Element(0));  // a group is missing
-      constexpr int64_t ACROSS = sizeof(Element) == 2 ? 2 * LANES : LANES;
-      for (int64_t g = 0; g * LANES < cols; ++g)
-        decode<COLS>(groups.codes(group + g, block), groups.scales(group + g, block), to + g * ACROSS);
-    }
-  }
-};
-
 // Rows of a block of w, from `row` of a group on: FP32 [n][COLS], or bf16 [n/2][COLS][2].
 inline Floats row_of(const uint8_t* codes, const float* scales, int row) {
   uint32_t words[2];  // little-endian, as load_words reads them
@@ -111,32 +83,39 @@ void decode_rows(const uint8_t* codes, const uint8_t* scales, uint16_t* to) {
 }
 #endif
 
-// w as it is: k of the gemm is n of the weight, columns are k of the weight.
-template <class Micro>
-struct PackRowsOfW {
+// w: [k][COLS] or [k/2][COLS][2], groups side by side, or a part of one where a panel is narrower. TURNED: w as it is, where
+// k of the gemm is n of the weight, and its columns are k of the weight.
+template <class Micro, bool TURNED>
+struct PackW {
   using Element = typename Micro::Element;
-  static constexpr int64_t COLS = Micro::COLS, PER_GROUP = COLS * LANES;
+  static constexpr int64_t COLS = Micro::COLS, SIZE = NVFP4_BLOCK, PER_PIECE = COLS * SIZE;  // pieces of SIZE x SIZE
+  static_assert(SIZE == LANES);
   const Nvfp4Groups& groups;
 
-  void pack(int64_t col, int64_t cols, int64_t n, int64_t count, Element* to) const {
-    for (int64_t at = 0; at < count; at += LANES, to += PER_GROUP) group((n + at) / LANES, col, cols, to);
-    const int64_t filled = ceil_div(count, LANES) * LANES;
+  void pack(int64_t col, int64_t cols, int64_t k, int64_t count, Element* to) const {
+    for (int64_t at = 0; at < count; at += SIZE, to += PER_PIECE) pieces((k + at) / SIZE, col, cols, to);
+    const int64_t filled = ceil_div(count, SIZE) * SIZE;
     if (filled % Micro::STEP) std::fill(to, to + COLS * (Micro::STEP - filled % Micro::STEP), Element(0));
   }
 
  private:
-  void group(int64_t group, int64_t col, int64_t cols, Element* to) const {
-    const int64_t block = col / NVFP4_BLOCK;
-    if constexpr (COLS < NVFP4_BLOCK) {
-      alignas(64) Element whole[LANES * NVFP4_BLOCK];
-      decode_rows<NVFP4_BLOCK>(groups.codes(group, block), groups.scales(group, block), whole);
-      for (int row = 0; row < LANES; ++row) std::memcpy(to + row * COLS, whole + row * NVFP4_BLOCK + col % NVFP4_BLOCK, COLS * sizeof *to);
+  void pieces(int64_t down, int64_t col, int64_t cols, Element* to) const {
+    const int64_t across = col / SIZE;
+    if constexpr (COLS < SIZE) {
+      alignas(64) Element whole[SIZE * SIZE];
+      piece<SIZE>(down, across, whole);
+      for (int64_t k = 0; k < SIZE; ++k) std::memcpy(to + k * COLS, whole + k * SIZE + col % SIZE, COLS * sizeof *to);
     } else {
-      if (cols <= COLS - NVFP4_BLOCK) std::fill(to, to + PER_GROUP, Element(0));  // a block is missing
-      constexpr int64_t ACROSS = sizeof(Element) == 2 ? 2 * NVFP4_BLOCK : NVFP4_BLOCK;
-      for (int64_t b = 0; b * NVFP4_BLOCK < cols; ++b)
-        decode_rows<COLS>(groups.codes(group, block + b), groups.scales(group, block + b), to + b * ACROSS);
+      if (cols <= COLS - SIZE) std::fill(to, to + PER_PIECE, Element(0));  // a piece is missing
+      constexpr int64_t WIDTH = sizeof(Element) == 2 ? 2 * SIZE : SIZE;
+      for (int64_t i = 0; i * SIZE < cols; ++i) piece<COLS>(down, across + i, to + i * WIDTH);
     }
+  }
+  template <int64_t WIDE> void piece(int64_t down, int64_t across, Element* to) const {
+    const int64_t group = TURNED ? down : across, block = TURNED ? across : down;
+    const uint8_t *codes = groups.codes(group, block), *scales = groups.scales(group, block);
+    if constexpr (TURNED) decode_rows<WIDE>(codes, scales, to);
+    else decode<WIDE>(codes, scales, to);
   }
 };
 
@@ -158,9 +137,9 @@ template <class Micro>
 void multiply(const Nvfp4Call& call) {
   const Nvfp4Groups groups(call);
   const PackX<Micro> x{call};
-  const PackW<Micro> w{groups};
+  const PackW<Micro, false> w{groups};
   const Finish<Micro> finish{call};
-  Gemm<Micro, PackX<Micro>, PackW<Micro>, Finish<Micro>>(call.m, call.n, call.blocks * NVFP4_BLOCK, x, w, finish)
+  Gemm<Micro, PackX<Micro>, PackW<Micro, false>, Finish<Micro>>(call.m, call.n, call.blocks * NVFP4_BLOCK, x, w, finish)
       .run(call.threads);
 }
 
@@ -169,9 +148,9 @@ template <class Micro>
 void multiply_by_rows(const Nvfp4Call& call, const Nvfp4Call& weight) {
   const Nvfp4Groups groups(weight);
   const PackX<Micro> x{call};
-  const PackRowsOfW<Micro> w{groups};
+  const PackW<Micro, true> w{groups};
   const Finish<Micro> finish{call};
-  Gemm<Micro, PackX<Micro>, PackRowsOfW<Micro>, Finish<Micro>>(call.m, call.n, call.k, x, w, finish).run(call.threads);
+  Gemm<Micro, PackX<Micro>, PackW<Micro, true>, Finish<Micro>>(call.m, call.n, call.k, x, w, finish).run(call.threads);
 }
 
 }  // namespace

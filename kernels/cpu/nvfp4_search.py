@@ -37,7 +37,9 @@ def load(compiler: str, isa: Isa) -> ctypes.CDLL:
     pointer, integer, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
     loaded.nvfp4_scale_paths.argtypes = (*(pointer,) * 3, size, size, integer, size, integer, integer, pointer, integer)
     loaded.nvfp4_code_search.argtypes = (*(pointer,) * 4, size, size, size, size, size, integer)
-    loaded.nvfp4_scale_paths.restype = loaded.nvfp4_code_search.restype = None
+    loaded.nvfp4_round_block.argtypes = (pointer, pointer, size, integer, pointer, pointer, integer)
+    for function in (loaded.nvfp4_scale_paths, loaded.nvfp4_code_search, loaded.nvfp4_round_block):
+        function.restype = None
     return loaded
 
 
@@ -85,10 +87,24 @@ def code_search(
     check("code_search", "gradient", gradient, FP32, (rows, columns))
     check("code_search", "hessian", hessian, FP32, (columns, columns))
     check_at_least("code_search", "tenure", tenure, 1)
-    levels, gradient = (one.clone(memory_format=torch.contiguous_format) for one in (levels, gradient))
-    scales, hessian = scales.contiguous(), hessian.contiguous()
+    levels = levels.clone(memory_format=torch.contiguous_format)
+    scales, gradient, hessian = scales.contiguous(), gradient.contiguous(), hessian.contiguous()
     kernels.nvfp4_code_search(
         *(levels.data_ptr(), scales.data_ptr(), gradient.data_ptr(), hessian.data_ptr(), rows, columns),
         *(columns // scales.shape[1], steps, tenure, torch.get_num_threads()),
     )
     return levels
+
+
+def round_block(kernels: ctypes.CDLL, y: Tensor, within: Tensor, rounded: Tensor) -> Tensor:
+    """y: FP32 [B, N], weights of a block by their scale, within: its part of U, [B, B] -> what rounding missed, [B, N];
+    ``rounded`` [B, N] is filled with what they became. B is 16 or 32."""
+    op, size = "round_block", y.shape[0]
+    check(op, "y", y, FP32, (size, ANY), contiguous=True)
+    check(op, "within", within, FP32, (size, size))
+    check(op, "rounded", rounded, FP32, tuple(y.shape), contiguous=True)
+    check_value(op, "size", size, (16, 32))
+    within, missed = within.contiguous(), torch.empty_like(y)
+    given = (y.data_ptr(), within.data_ptr(), y.shape[1], size, missed.data_ptr(), rounded.data_ptr())
+    kernels.nvfp4_round_block(*given, torch.get_num_threads())
+    return missed

@@ -27,7 +27,7 @@ log = logging.getLogger("fp8_compile")
 FLAGS = ("-O2", "-std=c++17", "-fPIC", "-fvisibility=hidden")
 TORCH = pathlib.Path(torch.__file__).parent
 INCLUDE = ("-isystem", str(TORCH / "include"))
-OPERATIONS = ("operations.cpp", "block_operations.cpp", "cache_operations.cpp")
+OPERATIONS = ("operations.cpp", "packed_operations.cpp", "block_operations.cpp", "cache_operations.cpp")
 SOURCES = {source: INCLUDE for source in (*OPERATIONS, "torch_library.cpp")}
 HEADER = TORCH / "include" / "torch" / "csrc" / "stable" / "c" / "shim.h"
 

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "fp8_formats.h"
+#include "sixteen.h"
 
 #if defined(__AVX512BW__)
 #include <immintrin.h>
@@ -15,7 +16,6 @@ namespace fp8 {
 
 // Bytes of a matrix in another order.
 struct Bytes {
-  typedef uint8_t Sixteen __attribute__((vector_size(16)));
 
   // to[o][i] = from[o * outer_stride + i * inner_stride]. Of what lies behind `outer` in a line, up to `readable`
   // elements may be read.
@@ -35,25 +35,16 @@ struct Bytes {
   }
 
  private:
-  // `lines` lines of `width` bytes, 16 x 16 at the most, become the first `written` columns. Four rounds, each of which
-  // interleaves line i with line i + 8.
+  // `lines` lines of `width` bytes, 16 x 16 at the most, become the first `written` columns.
   static void transpose(const uint8_t* from, int64_t stride, int64_t lines, int64_t width, int64_t written, uint8_t* to, int64_t to_stride) {
-    constexpr Sixteen low = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
-    constexpr Sixteen high = {8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-    Sixteen a[16] = {}, b[16];
+    Bytes16 a[16] = {};
     if (lines == 16 && width == 16) {
 #pragma GCC unroll 16
       for (int i = 0; i < 16; ++i) std::memcpy(&a[i], from + i * stride, 16);
     } else {
       for (int i = 0; i < lines; ++i) std::memcpy(&a[i], from + i * stride, width);
     }
-#pragma GCC unroll 2
-    for (int round = 0; round < 2; ++round) {
-#pragma GCC unroll 8
-      for (int i = 0; i < 8; ++i) b[2 * i] = __builtin_shuffle(a[i], a[i + 8], low), b[2 * i + 1] = __builtin_shuffle(a[i], a[i + 8], high);
-#pragma GCC unroll 8
-      for (int i = 0; i < 8; ++i) a[2 * i] = __builtin_shuffle(b[i], b[i + 8], low), a[2 * i + 1] = __builtin_shuffle(b[i], b[i + 8], high);
-    }
+    fp8::transpose(a);
     if (lines == 16)
       for (int i = 0; i < written; ++i) std::memcpy(to + i * to_stride, &a[i], 16);
     else

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #if defined(__AVX512F__)
 #include <immintrin.h>
@@ -32,8 +33,9 @@ inline Bytes16 to_bytes(Words16 x) {
 
 // Row i becomes column i: four rounds, each of which interleaves row i with row i + 8.
 template <class Vector> void transpose(Vector (&a)[16]) {
-  constexpr Words16 low = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
-  constexpr Words16 high = {8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  using Order = std::conditional_t<sizeof(Vector) == sizeof(Bytes16), Bytes16, Words16>;
+  constexpr Order low = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
+  constexpr Order high = {8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
   Vector b[16];
 #pragma GCC unroll 2
   for (int round = 0; round < 2; ++round) {

@@ -5,6 +5,7 @@ Importing this package teaches it: whoever puts our operations into a graph for 
 
 from . import (
     cast_blocks,
+    cheap_ops,
     cublaslt_mm,
     loop_split,
     materialize,
@@ -21,6 +22,7 @@ from . import (
 
 __all__ = [
     "cast_blocks",
+    "cheap_ops",
     "cublaslt_mm",
     "loop_split",
     "materialize",

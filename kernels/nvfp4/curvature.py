@@ -14,6 +14,7 @@ from torch import Tensor
 
 ORDERS = ("pivot", "energy", "natural")
 HALVED = 512  # wider triangular matrices are inverted by halves
+PIVOTS = 16  # blocks that are chosen between two updates of all that are left
 
 
 def filled(hessian: Tensor, blocks: Tensor) -> Tensor:
@@ -77,20 +78,26 @@ def column_order(hessian: Tensor, count: int, order: str) -> Tensor:
     if order == "energy":
         within = columns.gather(1, energy.argsort(1, descending=True))
         return within[energy.sum(1).argsort(descending=True)].flatten()
-    # A Cholesky factorization with blocks as pivots: ``half`` has its rows so far, so that what is left of a block, its
-    # Schur complement, is computed when its turn comes.
-    left, half, found = energy.sum(1), hessian.new_empty(hessian.shape), []
-    for done in range(0, len(hessian), size):
-        at = int(left.argmin())
-        here = slice(at * size, (at + 1) * size)
-        beside = torch.addmm(hessian[here], half[:done, here].t(), half[:done], alpha=-1.0)
-        within = beside[:, here]
-        found.append(columns[at][_pivots(within)])
-        factor = torch.linalg.cholesky(within.double())
-        added = torch.linalg.solve_triangular(factor, beside.double(), upper=False).to(half.dtype)
-        half[done : done + size] = added
-        left -= added.square().sum(0).view(count, size).sum(1)
-        left[at] = torch.inf
+    # A Cholesky factorization with blocks as pivots. ``hessian`` is what is left of the blocks in ``columns``, their
+    # Schur complement, as it was before the last few pivots; ``half`` has the rows of the factor that these have found.
+    left, found = energy.sum(1), []
+    while len(columns):
+        half = hessian.new_empty(min(PIVOTS, len(columns)) * size, len(hessian))
+        for done in range(0, len(half), size):
+            at = int(left.argmin())
+            here = slice(at * size, (at + 1) * size)
+            beside = torch.addmm(hessian[here], half[:done, here].t(), half[:done], alpha=-1.0)
+            within = beside[:, here]
+            found.append(columns[at][_pivots(within)])
+            factor = torch.linalg.cholesky(within.double())
+            added = torch.linalg.solve_triangular(factor, beside.double(), upper=False).to(half.dtype)
+            half[done : done + size] = added
+            left -= added.square().sum(0).view(-1, size).sum(1)
+            left[at] = torch.inf
+        rest = left.isfinite()
+        columns, left, lines = columns[rest], left[rest], rest.repeat_interleave(size)
+        half = half[:, lines]
+        hessian = hessian[lines][:, lines].addmm_(half.t(), half, alpha=-1.0)
     return torch.cat([part.flip(0) for part in reversed(found)])
 
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fp8_compile.kernels.cpu import nvfp4_search
+
 from . import e2m1
 
 TO_ZERO = 2.0**30  # a scale under which every weight rounds to zero
@@ -51,9 +53,14 @@ def round_blocks(weights: Tensor, scales: Tensor, factor: Tensor) -> Tensor:
     N]."""
     weights, rounded = weights.clone(), torch.empty_like(weights)
     size = len(weights) // len(scales)
+    kernels = nvfp4_search.search_library() if weights.device.type == "cpu" else None
     for block, scale in enumerate(scales):
         here, rest = slice(block * size, (block + 1) * size), slice((block + 1) * size, None)
         rounding = Rounding(factor[here, here])
-        missed = rounding.misses(weights[here] * scale.reciprocal(), rounded[here])
+        y = weights[here] * scale.reciprocal()
+        if kernels is None:
+            missed = rounding.misses(y, rounded[here])
+        else:
+            missed = nvfp4_search.round_block(kernels, y, factor[here, here], rounded[here])
         weights[rest].addmm_(factor[here, rest].t(), rounding.errors(missed, scale), alpha=-1.0)
     return rounded

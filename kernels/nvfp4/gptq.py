@@ -9,9 +9,12 @@ passes of descent (``refine.py``) let the weights that were rounded first see wh
 from __future__ import annotations
 
 import dataclasses
+import weakref
 
 import torch
 from torch import Tensor
+
+from fp8_compile.torch_internals.autograd import version
 
 from . import e2m1
 from .curvature import ORDERS, column_order, definite, filled, inverse_factor
@@ -70,11 +73,8 @@ def quantize(
     options = options or Options()
     blocks = blocks_of(w, block_size)
     rows, count, size = blocks.shape
-    curvature = definite(filled(hessian, blocks), options.damping)
-    order = column_order(curvature, count, options.order)
+    order, curvature, factor = _prepared(hessian, blocks, options)
     block_order = order[::size] // size
-    curvature = curvature[order][:, order]
-    factor = inverse_factor(curvature)
     weights = (blocks.flatten(1) * (1.0 / global_scale))[:, order]
     kept_zero = ~blocks.any(2)[:, block_order]
     paths, steps = options.effort(len(factor))
@@ -91,3 +91,27 @@ def quantize(
     block_scales = torch.empty(rows, count, dtype=SCALE_DTYPE, device=w.device)
     block_scales[:, block_order] = scales.t().to(SCALE_DTYPE)
     return e2m1.pack(codes), block_scales
+
+
+def _prepared(hessian: Tensor, blocks: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor]:
+    """The order of columns, and in that order the damped Hessian and U. Layers that share their inputs share a Hessian,
+    and come one after the other: what was found of the last one is kept as long as the Hessian is."""
+    global _last
+    key = version(hessian), blocks.shape[1:], options.damping, options.order
+    if _last is not None and _last[0]() is hessian and _last[1] == key and not hessian.is_inference():
+        return _last[2]
+    _last = None
+    curvature = definite(filled(hessian, blocks), options.damping)
+    order = column_order(curvature, blocks.shape[1], options.order)
+    curvature = curvature[order][:, order]
+    found = order, curvature, inverse_factor(curvature)
+    _last = weakref.ref(hessian, _forget), key, found
+    return found
+
+
+def _forget(_: object) -> None:
+    global _last
+    _last = None
+
+
+_last: tuple[weakref.ref[Tensor], tuple[object, ...], tuple[Tensor, Tensor, Tensor]] | None = None

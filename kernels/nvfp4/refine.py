@@ -59,7 +59,8 @@ class _Descent:
     def solve(self, blocks: Tensor, candidates: tuple[int, int]) -> None:
         """Choose scales and codes of some blocks again."""
         here = (blocks.unsqueeze(1) * self.size + torch.arange(self.size, device=blocks.device)).flatten()
-        within, before, zero = self.hessian[here][:, here], self.values[here], self.kept_zero[blocks]
+        lines = self.hessian[here]  # or columns: it is symmetric
+        within, before, zero = lines[:, here], self.values[here], self.kept_zero[blocks]
         factor = inverse_factor(within)
         distance = factor.t() @ (factor @ self.gradient[here])
         target = before - distance
@@ -68,7 +69,7 @@ class _Descent:
         better = _quadratic(proposed - target, within) < (1 - MARGIN) * _quadratic(distance, within)
         self.values[here] = torch.where(better, proposed, before)
         self.scales[blocks] = torch.where(better, scales, self.scales[blocks])
-        self.gradient.addmm_(self.hessian[:, here], torch.where(better, proposed - before, 0.0))
+        self.gradient.addmm_(lines.t(), torch.where(better, proposed - before, 0.0))
 
     def search(self, steps: int) -> None:
         """Choose all codes again, under the present scales."""
@@ -77,11 +78,11 @@ class _Descent:
         found = search_codes((self.values / every).t(), scales, self.gradient.t(), self.hessian, steps)
         change = found.t() * every - self.values
         # By the gradient there is now: what the search has added up is a little wrong by its end.
-        won = -((2.0 * self.gradient).addmm_(self.hessian, change) * change).sum(0)
+        turned = self.hessian @ change
+        won = -((2.0 * self.gradient + turned) * change).sum(0)
         better = won > MARGIN * ((self.values - self.weights) * self.gradient).sum(0)
-        change = torch.where(better, change, 0.0)
-        self.values += change
-        self.gradient.addmm_(self.hessian, change)
+        self.values += torch.where(better, change, 0.0)
+        self.gradient += torch.where(better, turned, 0.0)
 
 
 def _quadratic(e: Tensor, hessian: Tensor) -> Tensor:

@@ -53,6 +53,17 @@ class NVFP4Weight:
         return NVFP4Weight(codes, block_scales, global_scale, self.columns)
 
 
+def with_global_scale(weight: NVFP4Weight, shared: Tensor) -> NVFP4Weight | None:
+    """The same numbers by another global scale, whose block scales make up for it; None where E4M3 does not have
+    them. It has them where the scales are a power of two apart and no block scale leaves E4M3's range."""
+    numbers = weight.block_scales.to(torch.float64) * weight.global_scale.to(torch.float64)
+    wanted = shared.to(torch.float32).to(weight.global_scale.device)
+    block_scales = (numbers / wanted.to(torch.float64)).clamp(-E4M3_MAX, E4M3_MAX).to(SCALE_DTYPE)
+    if not torch.equal(block_scales.to(torch.float64) * wanted.to(torch.float64), numbers):
+        return None
+    return NVFP4Weight(weight.codes, block_scales, wanted, weight.columns)
+
+
 def block_size_of(codes: Tensor, block_scales: Tensor) -> int:
     return 2 * codes.shape[1] // block_scales.shape[1] if block_scales.shape[1] else BLOCK_SIZES[0]
 

@@ -2,8 +2,8 @@
 
 The partitioner would save whatever an op that it does not know reads in backward, even where q can be made again from
 tensors that are saved anyway: weights, the input of an activation function. A copy that is never saved lets it choose.
-The copy is ``| 0``, because Inductor removes a plain copy too early. Once the graph is split, ``DropRecomputeCopies``
-lets gemms read q itself.
+The copy is an op of ours, because Inductor removes a plain one too early; where the partitioner can't be told that it
+is cheap, it is ``| 0``. Once the graph is split, ``DropRecomputeCopies`` lets gemms read q itself.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ import torch
 from torch import fx
 
 from fp8_compile.kernels.gpu.cublaslt_mm import cublaslt_mm_op
+from fp8_compile.kernels.recompute_copy import recompute_copy_op
+from fp8_compile.torch_internals import patches
 
 from ..graph.arguments import arguments
-from ..graph.emit import NEVER_SAVED, inline
+from ..graph.emit import NEVER_SAVED, emit, inline
 from ..graph.marks import Kind, Mark, mark_of, marked
 from ..graph_pass import GraphPass, PassReport
 
@@ -23,7 +25,7 @@ class AllowRecompute(GraphPass):
     """Put a copy that is never saved before each operand of a backward gemm by cuBLASLt.
 
     Before:  dw = fp8_compile.cublaslt_mm(permute(g), q, ...)
-    After:   dw = fp8_compile.cublaslt_mm(view(view(permute(g), int8) | 0, float8_e5m2), ...)
+    After:   dw = fp8_compile.cublaslt_mm(fp8_compile.recompute_copy(permute(g)), ...)
     """
 
     def run(self, graph: fx.Graph) -> PassReport:
@@ -44,6 +46,8 @@ def allow_recompute(graph: fx.Graph, gemm: fx.Node) -> None:
 def recompute_copy(graph: fx.Graph, q: fx.Node, *, like: fx.Node) -> fx.Node:
     """The copy of q that a backward gemm reads until the graph is split, or of a tensor that backward quantizes."""
     mark = Mark(kind=Kind.RECOMPUTE_COPY)
+    if patches.active("cheap_ops"):
+        return emit(graph, recompute_copy_op, q, like=like, mark=mark, tags=NEVER_SAVED)
     copy: fx.Node = inline(graph, _copy, q, like=like, mark=mark, tags=NEVER_SAVED)
     return copy
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from fp8_compile.kernels.cpu.quantize import quantize_delayed_op
 from fp8_compile.kernels.delayed_scaling import (
     DEQUANT,
     QUANT,
@@ -28,6 +30,7 @@ from fp8_compile.kernels.quantize import WHOLE, block_amax, quantize_op
 from fp8_compile.kernels.stochastic_cast import cast_stochastic
 
 from ..graph.arguments import arguments, input_of
+from ..graph.call_cast import call_cast
 from ..graph.emit import emit, first_call, getitem, inline, replace_results
 from ..graph.marks import AMAX, Kind, Mark, mark_of, marked, set_mark
 from ..graph.relayouts import saved_relayouts
@@ -60,19 +63,36 @@ class DelayScales(GraphPass):
     place for keep their quantize, and with it their own scale: those of an inference graph, unless their scales are
     frozen. A subgraph has no place for state and is left as it is.
 
+    ``calls``: on a CPU, where the partitioner can be told that our own cast is cheap (``cheap_ops.py``),
+    two calls of C++ do for amax, scales and cast.
+    After:   _, used, s, amax = fp8_compile.quantize_delayed(x, known[0, row], float8_e4m3fn, wanted=False)
+             q = fp8_compile.cast(x, used)
+
     ``held``: the update is made elsewhere, once the amaxes of all ranks are known. Inductor removes the clone; autograd
     then makes sure that backward has the scales that its forward had.
     After:   known = clone(scales)
              amaxes' = fp8_compile.accumulate_amaxes(amaxes, [amax, ...], [row, ...]);  copy_(amaxes, amaxes')
+
+    ``exact``: every tensor has its own scale, and slots are for ``stats`` alone.
     """
 
     def __init__(
-        self, pool: SlotPool, rule: UpdateRule, *, look_first: bool, stats: bool = False, held: bool = False
+        self,
+        pool: SlotPool,
+        rule: UpdateRule,
+        *,
+        look_first: bool,
+        stats: bool = False,
+        held: bool = False,
+        exact: bool = False,
+        calls: bool = False,
     ) -> None:
         self.pool, self.rule, self.look_first, self.stats, self.held = pool, rule, look_first, stats, held
+        self.exact = exact
+        self.calls = calls and look_first
 
     def run(self, graph: fx.Graph) -> PassReport:
-        nodes = delayed_nodes(graph)
+        nodes = [] if self.exact else delayed_nodes(graph)
         state = state_of(graph)
         if not state:
             return PassReport(0, "quantizes delayed")
@@ -92,8 +112,8 @@ class DelayScales(GraphPass):
 
     @staticmethod
     def _count(graph: fx.Graph, node: fx.Node, table: TableInGraph, row: int) -> None:
-        """Count what becomes of blocks, which have scales of their own. MXFP8 has no scale of the whole tensor, whose
-        amax is recorded to be looked at."""
+        """Count what becomes of blocks, which have scales of their own. Where the state has no scale of the whole
+        tensor (MXFP8, exact global scales), its amax is recorded to be looked at."""
         counted = count_block_quantize(graph, node)
         if row in table.rows:
             table.counted[row] = counted
@@ -109,10 +129,14 @@ class DelayScales(GraphPass):
         scales = Mark(kind=Kind.SCALES, quantize=(dtype, (block[0], block[1])), delayed=index if casts else None)
         cast = dataclasses.replace(scales, kind=Kind.CAST)
         backward = table.tags if table.tags == _tag(BACKWARD) else {}
+        calls = self.calls and casts
         with graph.inserting_before(node):
-            quant_scale, dequant_scale = inline(graph, of_row, table.known, row, like=node, tags=backward)
-            amax = inline(graph, block_amax, x, block, like=node, mark=scales)
-            if self.look_first:
+            if calls:
+                quant_scale, dequant_scale, amax = _called(graph, x, table, row, dtype, like=node, tags=backward)
+            else:
+                quant_scale, dequant_scale = inline(graph, of_row, table.known, row, like=node, tags=backward)
+                amax = inline(graph, block_amax, x, block, like=node, mark=scales)
+            if self.look_first and not calls:
                 known = (quant_scale, amax, table.largest)
                 quant_scale, dequant_scale = inline(graph, _look_first, *known, like=node, mark=scales)
                 for which, scale in ((QUANT, quant_scale), (DEQUANT, dequant_scale)):
@@ -123,6 +147,8 @@ class DelayScales(GraphPass):
                 q = quant_scale
             elif mark_of(node).stochastic:
                 q = inline(graph, cast_stochastic, x, quant_scale, dtype, like=node)
+            elif calls:
+                q = call_cast(graph, x, quant_scale, dtype, block, like=node)
             else:
                 q = inline(graph, cast_delayed, x, quant_scale, dtype, like=node, mark=cast)
             if mark_of(node).saved:
@@ -130,10 +156,28 @@ class DelayScales(GraphPass):
             counted = None
             if self.stats and casts:
                 counted = inline(graph, count, x, q, quant_scale, dequant_scale, table.largest, like=node)
-        if casts:
+        if casts and not calls:
             set_mark(amax, scale=AMAX)
         table.record(row, amax, counted)
         replace_results(graph, node, (q, dequant_scale))
+
+
+def _called(
+    graph: fx.Graph,
+    x: fx.Node,
+    table: TableInGraph,
+    row: int,
+    dtype: torch.dtype,
+    *,
+    like: fx.Node,
+    tags: Mapping[str, Any],
+) -> tuple[fx.Node, fx.Node, fx.Node]:
+    """quant_scale, dequant_scale and amax by a call of ``kernels/cpu``."""
+    known = emit(graph, aten.select.int, table.quant_scales(like, tags), 0, row, like=like, tags=tags)
+    call = emit(graph, quantize_delayed_op, x, known, dtype, False, like=like)
+    call.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    quant_scale, dequant_scale, amax = (getitem(graph, call, which) for which in (1, 2, 3))
+    return quant_scale, dequant_scale, amax
 
 
 def delayed_nodes(graph: fx.Graph) -> list[fx.Node]:
@@ -209,6 +253,16 @@ class TableInGraph:
             else:
                 self.known = self._emit(next_scales_op, *self.fields.values(), *self.rule)
         self.known.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        self._quant_scales: fx.Node | None = None
+
+    def quant_scales(self, like: fx.Node, tags: Mapping[str, Any]) -> fx.Node:
+        """Those that are known, [rows, 1, 1]: one selects a row for each quantize."""
+        if self._quant_scales is None:
+            with self.graph.inserting_before(self.known.next):
+                each: fx.Node = inline(self.graph, _of_each_row, self.known, like=like, tags=tags)
+            each.meta.pop("recompute", None)
+            self._quant_scales = each
+        return self._quant_scales
 
     def record(self, row: int, amax: fx.Node, counted: fx.Node | None) -> None:
         for node in (*_own_chain(amax), *([counted] if counted else [])):
@@ -264,6 +318,10 @@ def _own_chain(amax: fx.Node) -> list[fx.Node]:
 def of_row(known: torch.Tensor, row: int) -> tuple[torch.Tensor, torch.Tensor]:
     """quant_scale and dequant_scale of a slot, [1, 1] each."""
     return known[QUANT, row].view(1, 1), known[DEQUANT, row].view(1, 1)
+
+
+def _of_each_row(known: torch.Tensor) -> torch.Tensor:
+    return known[QUANT][:, None, None]
 
 
 def _look_first(

@@ -14,7 +14,7 @@ from fp8_compile.torch_internals.graphs import OpOverload, schema_name
 from ..graph.emit import emit, value
 from ..graph.roles import is_backward
 from ..graph.row import Gemm
-from .packed_formats import OF_EXPERTS, Inputs, PackedFormat, dtype_name
+from .packed_formats import OF_EXPERTS, FP8RoundingExperts, Inputs, PackedFormat, dtype_name
 from .packed_product import CASTS, DTYPES, PackedProduct, StackNames, cast
 
 aten = torch.ops.aten
@@ -53,15 +53,18 @@ class ExpertsProduct(PackedProduct):
         return count, value(self.node).shape[0], n, k
 
     def inputs(self, target: str) -> Inputs:
-        return Inputs(dtype_name(self.x))
+        return self.format.inputs_of_experts(self.x, self.dequantize)
 
     def reason(self, inputs: Inputs) -> str:
-        return f"packed experts: {self.format.name}, inputs {inputs.format}; rows {self.rows}"
+        words = f", {inputs.words}" if inputs.words else ""
+        return f"packed experts: {self.format.name}, inputs {inputs.format}{words}; rows {self.rows}"
 
     def weight(self, names: StackNames, module: str) -> str:
         codes = self.dequantize.args[0]
+        while isinstance(codes, fx.Node) and codes.op == "call_function":  # of a sharded base, views of its bytes
+            codes = codes.args[0]
         assert isinstance(codes, fx.Node)
-        return next(iter(names.buffers_of(codes)), "")
+        return next(iter(names.buffers_of(codes) or names.parameters_of(codes)), "")
 
     def emit(self, graph: fx.Graph, target: str) -> fx.Node:
         x, node = self.x, self.node
@@ -89,6 +92,9 @@ class ExpertsGradient(ExpertsProduct):
 
     def reason(self, inputs: Inputs) -> str:
         return f"packed experts: {self.format.name}, gradient {inputs.format}; rows {self.rows}"
+
+    def inputs(self, target: str) -> Inputs:
+        return Inputs(dtype_name(self.x))
 
     def _multiply(self, graph: fx.Graph, x: fx.Node) -> fx.Node:
         return self.format.multiply_experts_grad(graph, x, self.dequantize, self.which, self.rows, like=self.node)
@@ -207,6 +213,25 @@ def _looked_up(node: fx.Node) -> fx.Node | None:
     if not isinstance(indices, (list, tuple)) or len(indices) != 1 or not isinstance(indices[0], fx.Node):
         return None
     return indices[0] if value(indices[0]).dtype in (torch.int32, torch.int64) else None
+
+
+def round_inputs_of_experts(graph: fx.Graph) -> int:
+    """Round what experts multiply, where their inputs are rounded and no product of ours does it: on GPUs."""
+    found = [product for node in graph.nodes if (product := find_experts_product(node)) is not None]
+    rounding = [(one, one.format) for one in found if one.gemm == "output"]
+    count = 0
+    for product, format in rounding:
+        if not isinstance(format, FP8RoundingExperts):
+            continue
+        node, x, dim = product.node, product.x, product.dim
+        with graph.inserting_before(node):
+            rows = x if dim is None else _without_dim(graph, x, dim, like=node)
+            rounded = format.round_rows(graph, rows, product.dequantize, like=node)
+            if dim is not None:
+                rounded = emit(graph, aten.unsqueeze.default, rounded, dim, like=node)
+        node.replace_input_with(x, rounded)
+        count += 1
+    return count
 
 
 def look_up_packed(graph: fx.Graph) -> int:

@@ -6,15 +6,17 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from fp8_compile.kernels.cpu.quantize import scales_op
 from fp8_compile.kernels.dequantize_operand import FORMULAS
 from fp8_compile.kernels.nvfp4.inputs import round_inputs_op as nvfp4_round_op
 from fp8_compile.kernels.nvfp4.inputs import written_out
 from fp8_compile.kernels.nvfp4_training import global_scale, global_scale_op
-from fp8_compile.kernels.quantize import Block, cast, quantize_op, scales, spread
+from fp8_compile.kernels.quantize import WHOLE, Block, cast, quantize_op, scales, spread
 from fp8_compile.kernels.stochastic_cast import cast_stochastic
 
 from ..graph.arguments import arguments, input_of
-from ..graph.emit import inline, replace_results
+from ..graph.call_cast import call_cast
+from ..graph.emit import emit, getitem, inline, replace_results
 from ..graph.marks import Kind, Mark, mark_of, set_mark
 from ..graph_pass import GraphPass, PassReport
 from .multiply_fp8 import lower_quantize_inputs
@@ -30,21 +32,31 @@ class LowerQuantizes(GraphPass):
 
     The partitioner knows that q is cheap when it is made of plain ops: it saves q, one byte per element, or computes it
     again in backward from what is saved anyway. The scales are always saved, so that nothing is reduced twice.
-    On a GPU Inductor fuses the cast into the producer of x and the amax into the reduction before it. The inputs of
+    On a GPU Inductor fuses the cast into the producer of x and the amax into the reduction before it.
+
+    ``calls``: on a CPU, where the partitioner can be told that our own cast is cheap (``cheap_ops.py``),
+    two calls of C++ do for all of that. Fewer nodes take less time to compile.
+    After:   quant_scale, s = fp8_compile.scales(x);  q = fp8_compile.cast(x, quant_scale)
+
+    With a scale per row the ops stay plain: of a quantize that is for backward alone, the partitioner weighs what it
+    reads by how many operations there are, and would save x in bf16. Tiles are left to Inductor.
+
+    The inputs of
     packed FP8 weights (``quantize_inputs``) stay one call on a CPU. What codes stand for, in products of backward that
     read them in high precision, is made of plain ops too, and never saved.
     """
 
     leaves_no = (quantize_op, global_scale_op, *FORMULAS)
 
-    def __init__(self, target: str = "cpu") -> None:
-        self.target = target
+    def __init__(self, target: str = "cpu", *, calls: bool = False) -> None:
+        self.target, self.calls = target, calls
 
     def run(self, graph: fx.Graph) -> PassReport:
         nodes = graph.find_nodes(op="call_function", target=quantize_op)
         for node in nodes:
             with graph.inserting_before(node):
-                results = _lowered(graph, node)
+                whole = list(arguments(node)[2]) == [WHOLE, WHOLE]
+                results = _called(graph, node) if self.calls and whole else _lowered(graph, node)
             replace_results(graph, node, results)
         whole = graph.find_nodes(op="call_function", target=global_scale_op)
         for node in whole:
@@ -90,6 +102,21 @@ def _lowered(graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, fx.Node]:
     else:
         mark = Mark(kind=Kind.CAST, quantize=lowered)
         q = inline(graph, cast, x, quant_scale, dtype, block, like=node, mark=mark)
+    if mark_of(node).saved:
+        q.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    return q, dequant_scale
+
+
+def _called(graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """The same as calls of ``kernels/cpu``."""
+    x, dtype, block = arguments(node)
+    call = emit(graph, scales_op, x, dtype, block, like=node)
+    call.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    quant_scale, dequant_scale = (getitem(graph, call, which) for which in (0, 1))
+    if mark_of(node).stochastic:
+        q = inline(graph, _cast_stochastic, x, quant_scale, dtype, block, like=node)
+    else:
+        q = call_cast(graph, x, quant_scale, dtype, block, like=node)
     if mark_of(node).saved:
         q.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     return q, dequant_scale

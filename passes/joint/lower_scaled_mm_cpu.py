@@ -22,7 +22,7 @@ class LowerScaledMmForCpu(GraphPass):
 
     Before:  y: bf16[M, N] = _scaled_mm(qa, qb, sa, sb, bias, out_dtype=bf16)
     After:   y: bf16[M, N] = fp8_compile.scaled_mm(qa, qb, sa, sb, bias, bf16)
-    Backward:                fp8_compile.scaled_mm(view(view(qa, int8) | 0, float8_e4m3fn), ...)
+    Backward:                fp8_compile.scaled_mm(fp8_compile.recompute_copy(qa), ...)
 
     Our gemm takes either operand in either layout, and scales of tensors, rows and tiles. ``allow_recompute.py`` says
     what the copies are for; ``DropRecomputeCopies`` drops them. Gemms of ragged groups are ours already: they get the

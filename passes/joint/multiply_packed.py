@@ -14,7 +14,7 @@ from ..graph.marks import set_mark
 from ..graph.roles import is_backward
 from ..graph.row import Row
 from ..graph_pass import GraphPass, PassReport
-from .expert_products import find_experts_product, look_up_packed
+from .expert_products import find_experts_product, look_up_packed, round_inputs_of_experts
 from .layer_products import find_layer_gradient, find_layer_product
 from .packed_formats import OF_EXPERTS, OF_LAYERS
 from .packed_product import PackedProduct, StackNames
@@ -62,12 +62,13 @@ class MultiplyPacked(GraphPass):
             self.rows.append(product.row(self.names, module, self.target))
             product.replace(graph, self.target)
         remove_dead_nodes(graph)  # lookups whose product was replaced
+        rounded = round_inputs_of_experts(graph) if self.target != "cpu" else 0
         lookups = look_up_packed(graph)
         for node in graph.nodes:
             if _dequantizes(node) and node.users and all(is_backward(user) for user in node.users):
                 node.meta.update(NEVER_SAVED)
         what = "products with packed weights" + (" and lookups in them" if lookups else "")
-        return PassReport(len(found) + lookups, what)
+        return PassReport(len(found) + lookups + rounded, what)
 
     def _find(self, graph: fx.Graph) -> list[PackedProduct]:
         in_layers = functools.partial(find_layer_product, target=self.target)

@@ -23,11 +23,11 @@ from fp8_compile.kernels.nvfp4 import ops as nvfp4
 from fp8_compile.kernels.quantize import quantize_op
 from fp8_compile.torch_internals.graphs import OpOverload
 
-from ..graph.emit import emit, getitem, value
+from ..graph.emit import emit, getitem, inline, value
 from ..graph.marks import Kind, Mark
 from .multiply_fp8 import multiply_fp8, reason_against_fp8
 
-aten = torch.ops.aten
+aten, prims = torch.ops.aten, torch.ops.prims
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +87,10 @@ class PackedFormat(abc.ABC):
     @abc.abstractmethod
     def inputs(self, operands: Operands, target: str) -> Inputs:
         """What the inputs of a layer are rounded to."""
+
+    def inputs_of_experts(self, x: fx.Node, dequantize: fx.Node) -> Inputs:
+        """The same of experts."""
+        return Inputs(dtype_name(x))
 
     @abc.abstractmethod
     def multiply(self, graph: fx.Graph, operands: Operands, target: str, *, like: fx.Node) -> fx.Node:
@@ -186,8 +190,39 @@ class FP8(PackedFormat):
     def multiply_experts_grad(
         self, graph: fx.Graph, grad: fx.Node, dequantize: fx.Node, which: fx.Node, rows: str, *, like: fx.Node
     ) -> fx.Node:
-        codes, scales, _ = dequantize.args
+        codes, scales, *_ = dequantize.args
         return emit(graph, experts.fp8_mm_grad_op, grad, codes, scales, which, rows, like=like)
+
+
+class FP8RoundingExperts(FP8):
+    """Experts whose inputs are rounded, as ``recipe="delayed"`` and ``"rowwise"`` train them. With a static scale the
+    product reads the codes of inputs, and the scales are multiplied: nothing rounds in between."""
+
+    dequantize_experts, experts_arguments = experts.fp8_dequantize_rounding_op, 4
+
+    def inputs_of_experts(self, x: fx.Node, dequantize: fx.Node) -> Inputs:
+        return Inputs("e4m3", "dynamic scale a row" if dequantize.args[2] is None else "static scale")
+
+    def multiply_experts(
+        self, graph: fx.Graph, x: fx.Node, dequantize: fx.Node, which: fx.Node, rows: str, *, like: fx.Node
+    ) -> fx.Node:
+        codes, scales, input_scale, _ = dequantize.args
+        both, dtype = emit(graph, fp8_inputs.quantize_inputs_op, x, input_scale, like=like), value(x).dtype
+        q, scale = getitem(graph, both, 0), getitem(graph, both, 1)
+        if input_scale is None:
+            x = inline(graph, _dequantized_rows, q, scale, dtype, like=like)
+        else:
+            x = emit(graph, prims.convert_element_type.default, q, dtype, like=like)
+            scales = emit(graph, aten.mul.Tensor, scales, input_scale, like=like)
+        return emit(graph, experts.fp8_mm_op, x, codes, scales, which, rows, like=like)
+
+    def round_rows(self, graph: fx.Graph, x: fx.Node, dequantize: fx.Node, *, like: fx.Node) -> fx.Node:
+        """x [M, K] as the product has to see it, for targets without one of ours."""
+        return emit(graph, fp8_inputs.round_inputs_op, x, dequantize.args[2], like=like)
+
+
+def _dequantized_rows(q: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return (q.to(torch.float32) * scale).to(dtype)
 
 
 class BlockScaled(PackedFormat):
@@ -253,7 +288,9 @@ class MXFP8(BlockScaled):
 FORMATS: tuple[PackedFormat, ...] = (NVFP4(), FP8(), FP8Blocks(), MXFP8())
 OF_LAYERS: dict[object, PackedFormat] = {format.dequantize: format for format in FORMATS}
 OF_EXPERTS: dict[object, PackedFormat] = {
-    format.dequantize_experts: format for format in FORMATS if format.dequantize_experts is not None
+    format.dequantize_experts: format
+    for format in (*FORMATS, FP8RoundingExperts())
+    if format.dequantize_experts is not None
 }
 
 

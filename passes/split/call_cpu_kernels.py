@@ -12,7 +12,7 @@ from fp8_compile.kernels.formats import BY_DTYPE
 from fp8_compile.kernels.quantize import is_tiled, quantize_op
 from fp8_compile.torch_internals.graphs import remove_dead_nodes
 
-from ..graph.arguments import arguments, input_of
+from ..graph.arguments import arguments, input_of, named_arguments
 from ..graph.emit import emit, getitem, value
 from ..graph.marks import Kind, mark_of, marked, quantize_of, source_of
 from ..graph_pass import GraphPass, PassReport
@@ -33,9 +33,17 @@ class CallCpuKernels(GraphPass):
     """
 
     def run(self, graph: fx.Graph) -> PassReport:
+        _drop_names(graph)
         changes = _replace_casts(graph) + _replace_scales(graph)
-        _join(graph)
-        return PassReport(changes, "calls of CPU kernels")
+        joined = _join(graph)
+        return PassReport(changes or joined, "calls of CPU kernels")
+
+
+def _drop_names(graph: fx.Graph) -> None:
+    """Pass all arguments of casts by position, which is the faster call; ``call_cast.py`` says what names were for."""
+    for cast in graph.find_nodes(op="call_function", target=cast_op):
+        given = named_arguments(cast)
+        cast.args, cast.kwargs = tuple(given[name] for name in ("x", "quant_scale", "dtype", "block")), {}
 
 
 def _replace_casts(graph: fx.Graph) -> int:
@@ -66,9 +74,10 @@ def _replace_scales(graph: fx.Graph) -> int:
     return len(calls)
 
 
-def _join(graph: fx.Graph) -> None:
+def _join(graph: fx.Graph) -> int:
     """Make one call of scales and cast, where the cast alone reads the quantize scale."""
     order = {node: index for index, node in enumerate(graph.nodes)}
+    count = 0
     for call in graph.find_nodes(op="call_function", target=scales_op):
         results = {result.args[1]: result for result in call.users}
         readers = list(results[0].users) if 0 in results else []
@@ -83,7 +92,10 @@ def _join(graph: fx.Graph) -> None:
             cast.replace_all_uses_with(getitem(graph, joined, 0))
             if 1 in results:
                 results[1].replace_all_uses_with(getitem(graph, joined, 1))
-    graph.eliminate_dead_code()
+        count += 1
+    if count:
+        remove_dead_nodes(graph)
+    return count
 
 
 def _is_ours(node: fx.Node, kind: Kind) -> bool:

@@ -13,7 +13,7 @@ from ..graph_pass import GraphPass, PassReport
 class DropRecomputeCopies(GraphPass):
     """Let gemms read what the copies of ``AllowRecompute`` were made of, once the graph is split.
 
-    Before:  dw = fp8_compile.cublaslt_mm(view(view(permute(g), int8) | 0, float8_e5m2), ...)
+    Before:  dw = fp8_compile.cublaslt_mm(fp8_compile.recompute_copy(permute(g)), ...)
     After:   dw = fp8_compile.cublaslt_mm(permute(g), ...)
     """
 

@@ -274,6 +274,59 @@ class Fuzzer:
         pointers = np.array([one.ctypes.data for one in arrays], np.uint64)
         self.call("fp8_fingerprints", len(dtypes), pointers, numels, dtypes, np.empty(len(dtypes), np.int64))
 
+    def fp8_cache_quantize(self) -> None:
+        sizes, dtype, scales = self._cache(), self.dtype(), self.random.random() < 0.5
+        x, strides = self._vectors(sizes, 0, lambda count: self.elements(count, dtype))
+        rows = self.bytes(int(np.prod(sizes[:3])) * (sizes[3] + (0 if scales else 4)))
+        by = self.floats(sizes[1]) if scales else None
+        self.call("fp8_cache_quantize", *sizes, x, dtype, strides, by, rows, self.threads())
+
+    def fp8_cache_dequantize(self) -> None:
+        sizes, dtype, scales = self._cache(), self.dtype(), self.random.random() < 0.5
+        rows, strides = self._vectors(sizes, 0 if scales else 4, self.bytes)
+        x = self.elements(int(np.prod(sizes)), dtype)
+        by = self.floats(sizes[1]) if scales else None
+        self.call("fp8_cache_dequantize", *sizes, rows, strides, by, x, dtype, self.threads())
+
+    def fp8_attention(self) -> None:
+        batch, groups, length, width = self._cache()
+        repeats, queries, dtype = self.random.choice((1, 2, 4)), self.random.choice((0, 1, 1, 2, 5, 16)), self.dtype()
+        value_width = self.random.choice((width, self.size()))
+        query, strides = self._vectors((batch, groups * repeats, queries, width), 0, lambda n: self.elements(n, dtype))
+        sides: list[Any] = []
+        for own in (width, value_width):
+            scales = self.random.random() < 0.5
+            rows = self._vectors((batch, groups, length, own), 0 if scales else 4, self.bytes)
+            sides += [*rows, self.floats(groups) if scales else None]
+        kind = self.random.randrange(5)
+        shape = [size if self.random.random() < 0.6 else 1 for size in (batch, groups * repeats, queries, length)]
+        count = int(np.prod(shape))
+        mask = {0: None, 1: self.numbers.integers(0, 2, count, dtype=np.uint8)}.get(
+            kind, self.elements(count, kind - 2)
+        )
+        steps = np.array([0 if one == 1 else int(np.prod(shape[at + 1 :])) for at, one in enumerate(shape)], np.int64)
+        given = (batch, groups, repeats, queries, length, width, value_width, query, strides, dtype, *sides)
+        out = self.elements(batch * groups * repeats * queries * value_width, dtype)
+        causal = self.random.randrange(2)
+        self.call("fp8_attention", *given, mask, kind, steps, 0.125, causal, out, self.threads())
+
+    def _cache(self) -> tuple[int, int, int, int]:
+        """Sizes of a cache: batch, groups of heads, length, width of a head."""
+        length = self.random.choice((*SIZES, 511, 513, 1030))
+        return self.random.choice((0, 1, 2)), self.random.choice((1, 2, 3)), length, self.random.choice(SIZES[:22])
+
+    def _vectors(
+        self, sizes: tuple[int, int, int, int], more: int, make: Callable[[int], np.ndarray]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Vectors [batch, group, position] that are contiguous, in any order and with gaps, and their strides."""
+        width = sizes[3] + more
+        strides, step = np.zeros(3, np.int64), width + self.random.choice((0, 0, 3))
+        for dim in self.random.sample(range(3), 3):
+            strides[dim] = step
+            step = step * sizes[dim] + self.random.choice((0, 0, 5))
+        last = sum((size - 1) * int(stride) for size, stride in zip(sizes, strides))
+        return make(last + width if all(sizes[:3]) else 0), strides
+
     def nvfp4_scale_paths(self) -> None:
         block, rows = self.random.choice((16, 32)), self.random.choice((0, 1, 2, 5))
         columns = block * self.random.choice((1, 2, 4, 5, 9))
@@ -283,6 +336,13 @@ class Fuzzer:
         found = np.empty(rows * columns // block, np.float32)
         search = (self.random.choice((1, 3, 16, 40)), self.random.randrange(4), self.random.randrange(4))
         self.call("nvfp4_scale_paths", *given, *search, found, self.threads())
+
+    def nvfp4_round_block(self) -> None:
+        block, n = self.random.choice((16, 32)), self.size()
+        within = np.triu(self.floats(block * block, special=False).reshape(block, block)) + 4 * np.eye(block)
+        made = [np.empty(block * n, np.float32) for _ in range(2)]
+        given = (self.floats(block * n), within.astype(np.float32), n, block)
+        self.call("nvfp4_round_block", *given, *made, self.threads())
 
     def nvfp4_code_search(self) -> None:
         block, rows, count = self.random.choice((16, 32)), self.random.choice((0, 1, 3)), self.random.choice((1, 3, 4))

@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from uncompiled import UncompiledBackend
+from unnamed import Unnamed
 
 from fp8_compile import Config
 from fp8_compile.backend.explain import run_uncompiled
@@ -44,22 +45,8 @@ class Watcher:
         self.told.append(("finished", phase))
 
 
-class NoNames:
-    def module_of(self, node: fx.Node) -> str:
-        return ""
-
-    def parameters_of(self, placeholder: fx.Node) -> tuple[str, ...]:
-        return ()
-
-    def weights_of(self, placeholder: fx.Node) -> tuple[str, ...]:
-        return ()
-
-    def is_buffer(self, placeholder: fx.Node) -> bool:
-        return False
-
-
 def joint(key: str = "key", observer: Watcher | None = None) -> JointPipeline:
-    return JointPipeline(make(), NoNames(), key, observer)
+    return JointPipeline(make(), Unnamed(), key, observer)
 
 
 # What runs
@@ -107,20 +94,20 @@ def test_which_passes_run_follows_from_target_and_recipe(
 ) -> None:
     rules = make(target, recipe=recipe)
     last = [] if target == "cpu" else ["SumInQuantizes"]
-    assert [one.name for one in JointPipeline(rules, NoNames(), "").passes] == joint_passes
+    assert [one.name for one in JointPipeline(rules, Unnamed(), "").passes] == joint_passes
     assert [one.name for one in SplitPipeline(rules, "").passes] == [*split_passes, *last]
 
 
 def test_with_a_loss_scale_gradients_are_seen_to_first_and_scaled_before_gemms_are_lowered() -> None:
-    one = JointPipeline(make(), NoNames(), "", scale_loss=ScaleLoss(NoNames()))
+    one = JointPipeline(make(), Unnamed(), "", scale_loss=ScaleLoss(Unnamed()))
     expected = ["UnscaleNonlinear", *REWRITE, "LowerQuantizes", "ScaleLoss", "LowerScaledMmForCpu"]
     assert [one.name for one in one.passes] == expected
 
 
 def test_while_amaxes_are_recorded_nothing_is_rewritten() -> None:
-    record = RecordAmaxes(make(), NoNames(), pool=None, rule=UpdateRule())
+    record = RecordAmaxes(make(), Unnamed(), pool=None, rule=UpdateRule())
     for target in ("cpu", "cuda:100"):
-        one = JointPipeline(make(target), NoNames(), "", record=record, scale_loss=ScaleLoss(NoNames()))
+        one = JointPipeline(make(target), Unnamed(), "", record=record, scale_loss=ScaleLoss(Unnamed()))
         assert [one.name for one in one.passes] == ["UnscaleNonlinear", "RecordAmaxes", "ScaleLoss"]
 
 

@@ -51,7 +51,9 @@ def two_products() -> tuple[StageBuilder, StageBuilder]:
     return before, after
 
 
-def write_dump(folder: Path, modules: list[str], *, per_gemm: int = 4, passes: int = 0) -> Path:
+def write_dump(
+    folder: Path, modules: list[str], *, per_gemm: int = 4, passes: int = 0, blocks: bool = False
+) -> Path:
     """A chain of layers, each a product and ``per_gemm`` further nodes; every third one is skipped."""
     folder.mkdir(parents=True)
     rows = []
@@ -92,12 +94,13 @@ def write_dump(folder: Path, modules: list[str], *, per_gemm: int = 4, passes: i
     (folder / "report.json").write_text(json.dumps({**report.to_dict(), **extra_data}))
     (folder / "graphs.json").write_text(json.dumps(encode([before.stage, after.stage])))
     if passes:
-        write_passes(folder, [name for names in slots.values() for name in names], passes)
+        write_passes(folder, [name for names in slots.values() for name in names], passes, blocks=blocks)
     return folder
 
 
-def write_passes(folder: Path, slots: list[str], passes: int) -> None:
-    """Amaxes that grow slowly; the second tensor saturates, the third meets an Inf in the middle."""
+def write_passes(folder: Path, slots: list[str], passes: int, *, blocks: bool = False) -> None:
+    """Amaxes that grow slowly; the second tensor saturates, the third meets an Inf in the middle. ``blocks``: as of a
+    format with a scale per block, some of which are at an end in the second tensor."""
     lines: list[dict[str, object]] = [{"slots": slots, "largest": [448.0] * len(slots)}]
     for number in range(1, passes + 1):
         amax: list[object] = [1.0 + 0.01 * number] * len(slots)
@@ -106,6 +109,8 @@ def write_passes(folder: Path, slots: list[str], passes: int) -> None:
             overflow[1] = 400 * (number > passes // 2)
             amax[2] = "inf" if number == passes // 2 else amax[2]
         same = {"elements": [4096] * len(slots), "underflow": [1] * len(slots), "sqnr": [31.5] * len(slots)}
+        if blocks:
+            same |= {"blocks": [256] * len(slots), "at_ends": [number % 7 * (slot == 1) for slot in range(len(slots))]}
         scale = [448.0] * len(slots)
         lines.append({"pass": number, "step": None, "amax": amax, "scale": scale, "overflow": overflow, **same})
     (folder / "passes.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

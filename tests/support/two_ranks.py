@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,6 +25,7 @@ from uncompiled import UncompiledBackend
 
 import fp8_compile
 from fp8_compile.scaling.distributed_checkpoint import load_scaling_state
+from fp8_compile.torch_internals.modules import local_part, whole_of
 
 WIDTH, HIDDEN, ROWS = 32, 64, 32
 SECONDS = 300
@@ -202,9 +204,100 @@ def by_block(rank: int, folder: pathlib.Path) -> dict[str, Any]:
     return found
 
 
+def packed_base(rank: int, folder: pathlib.Path) -> dict[str, Any]:
+    """Adapters over a packed base whose codes are sharded: uncompiled, then compiled, each beside one process with the
+    whole batch; and the last steps again from a checkpoint, in a model of other weights."""
+
+    def build(seed: int, shard: bool, compile: bool) -> tuple[nn.Module, Any, torch.optim.Optimizer]:
+        model = Blocks(seed)
+        fp8_compile.pack(model, method="rtn", progress=False)
+        if shard:
+            fp8_compile.shardable(model)
+        torch.manual_seed(seed)
+        lora = get_peft_model(model, LoraConfig(r=4, target_modules=["up", "down"], init_lora_weights=False))
+        if shard:
+            mesh = init_device_mesh("cpu", (2,))
+            for block in model.blocks:
+                fully_shard(block, mesh=mesh)
+            fully_shard(lora, mesh=mesh)
+        options = {"exclude": ["*lora_*"]}
+        run = torch.compile(lora, backend="fp8", options=options) if compile else lora
+        return lora, run, make_optimizer(lora)
+
+    def gradients(model: nn.Module, run: Any, part: slice) -> dict[str, torch.Tensor]:
+        run(batch(9)[part]).square().mean().backward()
+        found = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+        model.zero_grad()
+        return {name: whole_of(one).clone() for name, one in found.items()}
+
+    half, whole = slice(rank * ROWS // 2, (rank + 1) * ROWS // 2), slice(None)
+    found: dict[str, Any] = {"losses": [], "alone": [], "gradients": [], "gradients_alone": []}
+    for compile in (False, True):
+        torch._dynamo.reset()
+        model, run, optimizer = build(0, True, compile)
+        found["gradients"].append(gradients(model, run, half))
+        found["losses"].append(train(run, optimizer, range(2), half))
+        modules = [one for one in model.modules() if isinstance(one, fp8_compile.PackedLinear)]
+        held = [one for module in modules for one in module._parameters.values() if one is not None]
+        codes = [one for one in held if one.dtype == torch.uint8]
+        found["bytes"] = [sum(local_part(one).nbytes for one in codes), sum(one.nbytes for one in codes)]
+        states = get_state_dict(model, optimizer)
+        dcp.save({"model": states[0], "optimizer": states[1]}, checkpoint_id=folder / f"packed-{compile}")
+        found["losses"].append(train(run, optimizer, range(2, 4), half))
+
+        other, run, optimizer = build(1, True, compile)
+        states = get_state_dict(other, optimizer)
+        loaded = {"model": states[0], "optimizer": states[1]}
+        dcp.load(loaded, checkpoint_id=folder / f"packed-{compile}")
+        set_state_dict(other, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+        found["losses"].append(train(run, optimizer, range(2, 4), half))
+
+        model, run, optimizer = build(0, False, compile)
+        found["gradients_alone"].append(gradients(model, run, whole))
+        found["alone"].append(train(run, optimizer, range(4), whole))
+    return found
+
+
+def switched(rank: int, folder: pathlib.Path) -> dict[str, Any]:
+    """Forward gemms go to high precision in mid-run and come back, under DDP, whose buckets split the graph, and under
+    FSDP2."""
+    half = slice(rank * ROWS // 2, (rank + 1) * ROWS // 2)
+    found: dict[str, Any] = {}
+    for kind in ("ddp", "fsdp"):
+        torch._dynamo.reset()
+        model, backend = Blocks(), UncompiledBackend()
+        wrapped: nn.Module = model
+        if kind == "ddp":
+            dist._DEFAULT_FIRST_BUCKET_BYTES = 1
+            wrapped = DistributedDataParallel(model, bucket_cap_mb=0.02)
+        else:
+            for part in (*model.blocks, model):
+                fully_shard(part, mesh=init_device_mesh("cpu", (2,)))
+        compiled = torch.compile(wrapped, backend=backend)
+        found[kind] = train_and_switch(model, compiled, half)
+        found[kind]["rows"] = [
+            sum(row.gemm == "output" and "set_precision" in row.reason for row in report.skipped)
+            for report in backend.reports
+        ]
+    return found
+
+
+def train_and_switch(model: nn.Module, compiled: Any, part: slice = slice(None)) -> dict[str, Any]:
+    """Two steps, two with forward gemms in high precision, and two as before: losses, the scaling state after each
+    pair, and parameters."""
+    optimizer, losses, states = make_optimizer(model), [], []
+    fp8_compile.attach(compiled, optimizer)
+    for start, output in ((0, None), (2, "high"), (4, None)):
+        fp8_compile.set_precision(compiled, output=output)
+        losses += train(compiled, optimizer, range(start, start + 2), part)
+        states.append(fp8_compile.scaling_state(model).state_dict())
+    parameters = [getattr(one, "full_tensor", lambda one=one: one)().detach() for one in model.parameters()]
+    return {"losses": losses, "states": states, "parameters": parameters}
+
+
 SCENARIOS = {
     "ddp": ddp, "fsdp": fsdp, "tensor_parallel": tensor_parallel, "without_gradients": without_gradients,
-    "by_block": by_block,
+    "by_block": by_block, "packed_base": packed_base, "switched": switched,
 }  # fmt: skip
 
 

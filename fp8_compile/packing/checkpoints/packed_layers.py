@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from typing import Any, Collection, Mapping, NamedTuple, Sequence
+from typing import Any, Mapping, NamedTuple
 
 from torch import Tensor
 
@@ -11,11 +10,8 @@ from fp8_compile.packing.formats import FORMATS, Format
 
 from .layouts import Layout
 
-log = logging.getLogger("fp8_compile")
 # Scales of inputs that tools store beside a packed weight. We use some of them; none is a tensor of the model.
 OF_INPUTS = ("input_scale", "input_global_scale")
-# Scales of an FP8 key-value cache, beside k_proj and v_proj or in the attention module.
-OF_CACHE = ("k_scale", "v_scale", "q_scale")
 LAYOUTS = tuple(dict.fromkeys(layout.name for format in FORMATS.values() for layout in format.layouts))
 
 
@@ -40,22 +36,6 @@ def packed_layers(names: Mapping[str, Any]) -> dict[str, Stored]:
             if stored.layout.is_told_by(layer, part, names):
                 found[layer] = stored
     return found
-
-
-def without_cache_scales(tensors: Mapping[str, Tensor], own: Collection[str], used: bool = False) -> dict[str, Tensor]:
-    """The tensors of a checkpoint without the scales of a key-value cache; a log line counts them unless they are
-    ``used``. ``own`` are the model's tensors, which are not taken for such scales."""
-    scales = [name for name in tensors if name.rpartition(".")[2] in OF_CACHE and name not in own]
-    if scales and not used:
-        say_unused(scales)
-    return {name: tensor for name, tensor in tensors.items() if name not in set(scales)}
-
-
-def say_unused(scales: Sequence[str]) -> None:
-    log.info(
-        "%s and %d other scales of an FP8 key-value cache are not used; kv_cache='fp8_static' uses them",
-        *(scales[0], len(scales) - 1),
-    )
 
 
 def read_layers(found: Mapping[str, Stored], tensors: Mapping[str, Tensor]) -> dict[str, Any]:

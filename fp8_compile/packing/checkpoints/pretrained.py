@@ -28,12 +28,13 @@ from fp8_compile.packing.use_fp8_cache import KINDS as CACHES
 from fp8_compile.packing.use_fp8_cache import use_fp8_cache
 from fp8_compile.torch_internals.transformers import mark_initialized, pass_over, use_all_conversions
 
+from .cache_scales import OF_CACHE, say_unused, wanted_cache
 from .experts import ExpertNames
 from .files import open_tensors
 from .mxfp4 import PARTS as MXFP4_PARTS
-from .packed_layers import OF_CACHE, packed_layers, say_unused
+from .packed_layers import packed_layers
 from .safetensors_writer import DTYPES
-from .save_and_load import place_packed, stored_as, wanted_cache
+from .save_and_load import place_packed, stored_as
 
 METHOD = "fp8_compile"
 TORCH = {name: dtype for dtype, name in DTYPES.items()}

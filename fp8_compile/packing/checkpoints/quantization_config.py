@@ -34,13 +34,16 @@ class Group:
 
 
 def quantization_config(
-    groups: Sequence[Group], ignore: Sequence[str], ignored_experts: Sequence[str] = ()
+    groups: Sequence[Group],
+    ignore: Sequence[str],
+    ignored_experts: Sequence[str] = (),
+    kv_cache: str | None = None,
 ) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """The object for ``config.json``, and other JSON files by name. ``ignored_experts`` are modules whose experts are
-    not packed."""
+    not packed; ``kv_cache`` says how the static scales of an FP8 cache are stored, None where there are none."""
     if groups[0].layout.name == "modelopt":
-        return _modelopt(groups, [*ignore, *ignored_experts])
-    return _compressed_tensors(groups, [*ignore, *map(every_expert, ignored_experts)]), {}
+        return _modelopt(groups, [*ignore, *ignored_experts], kv_cache)
+    return _compressed_tensors(groups, [*ignore, *map(every_expert, ignored_experts)], kv_cache), {}
 
 
 def every_expert(module: str) -> str:
@@ -49,27 +52,31 @@ def every_expert(module: str) -> str:
     return rf"re:{re.escape(module)}\.\d+\.\w+$"
 
 
-def _compressed_tensors(groups: Sequence[Group], ignore: list[str]) -> dict[str, Any]:
+def _compressed_tensors(groups: Sequence[Group], ignore: list[str], kv_cache: str | None) -> dict[str, Any]:
     described = {}
     for number, group in enumerate(groups):
         named = [*group.layers, *map(every_expert, group.experts)]
         described[f"group_{number}"] = {"targets": ["Linear"] if len(groups) == 1 else named, **group.scheme}
     stored = {group.scheme["format"] for group in groups}
+    cache = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": kv_cache, "dynamic": False}
     return {
         "quant_method": "compressed-tensors",
         "format": stored.pop() if len(stored) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "config_groups": described,
         "ignore": ignore,
-        "kv_cache_scheme": None,
+        "kv_cache_scheme": cache if kv_cache else None,
     }
 
 
-def _modelopt(groups: Sequence[Group], ignore: list[str]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+def _modelopt(
+    groups: Sequence[Group], ignore: list[str], kv_cache: str | None
+) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     said: dict[str, Any] = groups[0].scheme
     if len({group.scheme["quant_algo"] for group in groups}) > 1:
         layers = {name: group.scheme for group in groups for name in [*group.layers, *group.experts]}
         said = {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
-    config = {"quant_method": "modelopt", **said, "kv_cache_scheme": None, "ignore": ignore, **PRODUCER}
-    quantization = {**said, "kv_cache_quant_algo": None, "exclude_modules": ignore}
+    cache = {"num_bits": 8, "type": "float", "dynamic": False} if kv_cache else None
+    config = {"quant_method": "modelopt", **said, "kv_cache_scheme": cache, "ignore": ignore, **PRODUCER}
+    quantization = {**said, "kv_cache_quant_algo": "FP8" if kv_cache else None, "exclude_modules": ignore}
     return config, {"hf_quant_config.json": {**PRODUCER, "quantization": quantization}}

@@ -19,12 +19,13 @@ from torch import Tensor, nn
 from fp8_compile.packing.calibration import Calibration
 from fp8_compile.packing.input_scales import shared_scales
 from fp8_compile.packing.linear_layers import unwrapped, weight_of
-from fp8_compile.packing.packed_experts import PackedStack, replace_stack
+from fp8_compile.packing.packed_experts import FP8Stack, PackedStack, replace_stack
 from fp8_compile.packing.packed_linear import PackedLinear
 from fp8_compile.packing.packed_weight import Matrix, PackedWeight
-from fp8_compile.packing.use_fp8_cache import Scales, check_kind, stored_scales, use_fp8_cache
+from fp8_compile.packing.use_fp8_cache import use_fp8_cache
 from fp8_compile.whole_files import write_json
 
+from .cache_scales import wanted_cache, without_cache_scales
 from .complete_folder import check_tokenizer, own_config, write_other_files
 from .experts import ExpertNames, join_plain, joined
 from .files import INDEX, read_tensors, read_with_files, remove_others
@@ -33,7 +34,7 @@ from .gguf import write_gguf
 from .gguf_vocabulary import CONVERTER
 from .mxfp4 import PARTS as MXFP4_PARTS
 from .mxfp4 import read_mxfp4
-from .packed_layers import LAYOUTS, Stored, check_whole, packed_layers, read_layers, without_cache_scales
+from .packed_layers import LAYOUTS, Stored, check_whole, packed_layers, read_layers
 from .safetensors_writer import write_safetensors
 from .stored_model import StoredModel, fuse_weights, stored_model
 
@@ -137,22 +138,6 @@ def load_checkpoint(
     return model
 
 
-def wanted_cache(
-    kv_cache: str | None, root: nn.Module, tensors: Mapping[str, Tensor], folder: pathlib.Path
-) -> Scales | None:
-    """The static scales that a checkpoint's cache is to have, none for scales of each token; None for exact caches."""
-    check_kind(kv_cache, root)
-    if kv_cache != "fp8_static":
-        return None if kv_cache is None else {}
-    found = stored_scales(root, tensors)
-    if not found:
-        raise ValueError(
-            f"{folder}: kv_cache='fp8_static' takes k_scale and v_scale from the checkpoint, and it has none; expected "
-            "kv_cache='fp8', which scales each token by itself"
-        )
-    return found
-
-
 def place_packed(
     root: nn.Module,
     tensors: dict[str, Tensor],
@@ -172,7 +157,7 @@ def place_packed(
     stacks: dict[str, PackedStack] = {}
     if names.stacks:
         check_experts(names, tensors, found, where)
-        stacks, experts = _read_experts(names, tensors, found, device)
+        stacks, experts = _read_experts(names, tensors, found, device, activations)
         mixtures = read_mxfp4(names, tensors, device)
         of_mixtures = {f"{stack}_{part}" for stack in mixtures for part in MXFP4_PARTS}
         kept = {
@@ -230,7 +215,11 @@ def packed_stacks(root: nn.Module, names: Collection[str] | None = None) -> dict
 
 
 def _read_experts(
-    names: ExpertNames, tensors: Mapping[str, Tensor], found: Mapping[str, Stored], device: torch.device | None
+    names: ExpertNames,
+    tensors: Mapping[str, Tensor],
+    found: Mapping[str, Stored],
+    device: torch.device | None,
+    activations: str | None,
 ) -> tuple[dict[str, PackedStack], dict[str, str]]:
     """The stacks that the checkpoint has packed, and its layers with the stack that each is of."""
     stacks: dict[str, PackedStack] = {}
@@ -243,6 +232,10 @@ def _read_experts(
         place = device or next(iter([*module.parameters(), *module.buffers()])).device
         read = read_layers({layer: found[layer] for layer in layers if layer in found}, tensors)
         packed = joined(stack, layers, read, before.dtype, tuple(before.shape)).to(place)
+        if isinstance(packed, FP8Stack) and activations == "fp8":
+            scales = _input_scales({layer: found[layer] for layer in read}, tensors)
+            if scales:  # of experts the largest: none saturates
+                packed.use_activations("fp8", torch.stack(list(scales.values())).amax().to(place))
         stacks[stack] = packed
         taken |= dict.fromkeys(layers, stack)
     return stacks, taken

@@ -8,7 +8,7 @@ from typing import Any, Mapping, NamedTuple
 from torch import Tensor, nn
 
 from fp8_compile.packing.calibration import Calibration
-from fp8_compile.packing.formats import FORMATS, NVFP4, Format, format_of
+from fp8_compile.packing.formats import FORMATS, NVFP4, Format, by_one_scale, format_of
 from fp8_compile.packing.input_scales import global_scales
 from fp8_compile.packing.linear_layers import fused_groups, linear_layers
 from fp8_compile.packing.packed_experts import PackedStack
@@ -16,6 +16,7 @@ from fp8_compile.packing.packed_linear import PackedLinear
 from fp8_compile.packing.packed_nvfp4_inputs import NVFP4InputsLinear
 from fp8_compile.packing.packed_weight import Matrix
 
+from .cache_scales import written_scales
 from .experts import ExpertNames, module_of_expert, part_of, split_plain
 from .quantization_config import Group, quantization_config
 
@@ -67,14 +68,18 @@ def stored_model(
     for stack, module in stacks.items():
         format = format_of(module)
         check_stack(stack, format, layout)
-        written, inputs = format.layout(layout, stack), True if stack in scales else STACK_INPUTS.get(format.name)
+        written, own = format.layout(layout, stack), module.static_inputs
+        inputs = True if stack in scales else STACK_INPUTS.get(format.name) if own is None else own
         parts = names.of(stack)
+        scale = scales.get(stack, module._buffers.get("input_scale"))
         for name, part in parts.items():
-            tensors |= written.tensors(name, part_of(module, part), scales.get(stack))
+            tensors |= written.tensors(name, part_of(module, part), scale)
         group = groups.setdefault((format.name, inputs), Group(written, inputs))
         group.experts = list(dict.fromkeys([*group.experts, *map(module_of_expert, parts)]))
     unpacked = dict.fromkeys(module_of_expert(name) for name, part in names.parts.items() if part.stack not in stacks)
-    return StoredModel(tensors, *quantization_config(list(groups.values()), ignore, list(unpacked)))
+    cache = written_scales(root, layout, names.stored)
+    described = quantization_config(list(groups.values()), ignore, list(unpacked), cache.strategy)
+    return StoredModel(tensors | cache.tensors, *described)
 
 
 def _nvfp4_inputs(
@@ -101,11 +106,18 @@ def fuse_weights(packed: Mapping[str, PackedLinear], weights: dict[str, Matrix])
             named = "; ".join(f"{name}: {', '.join(kind)}" for kind, name in kinds.items())
             raise ValueError(f"servers make one layer of {named}; expected the same for all, pack them alike")
     trained = {name: layer for name, layer in packed.items() if isinstance(layer, NVFP4InputsLinear)}
-    apart = [group for group in fused_groups(trained) if len({float(trained[one].global_scale) for one in group}) > 1]
+    apart = []
+    for group in fused_groups(trained):
+        same = by_one_scale([weights[name] for name in group])
+        if same is None:
+            apart.append(group)
+        else:
+            weights.update(zip(group, same))
     if apart:
         log.warning(
             "%s and %d other groups keep a global scale for each layer, as training has it; servers that make one "
-            "layer of a group (vLLM) take the largest for all, and compute something else",
+            "layer of a group (vLLM) take the largest for all, and compute something else: for them, pack without "
+            "scales='training'",
             ", ".join(apart[0]),
             len(apart) - 1,
         )

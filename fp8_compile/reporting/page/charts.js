@@ -2,10 +2,12 @@
 
 const PASSES = DATA.passes;
 const LABELS_WIDTH = 250;
+const HAS_BLOCKS = Boolean(PASSES && PASSES.blocks && PASSES.blocks.some((row) => row.some((count) => count > 0)));
 const METRICS = {
   overflow: { label: "saturated elements", score: (s, t) => shareScore(PASSES.overflow[s][t], PASSES.elements[s][t]), ends: ["none", "10 % or more"] },
   underflow: { label: "elements flushed to zero", score: (s, t) => shareScore(PASSES.underflow[s][t], PASSES.elements[s][t]), ends: ["none", "10 % or more"] },
   headroom: { label: "amax beyond what the scale holds", score: headroomScore, ends: ["fits", "4× beyond"] },
+  ...(HAS_BLOCKS ? { ends: { label: "blocks at the scale's ends", score: (s, t) => shareScore(PASSES.at_ends[s][t], PASSES.blocks[s][t]), ends: ["none", "10 % or more"] } } : {}),
   sqnr: { label: "quantization noise", score: (s, t) => (typeof PASSES.sqnr[s][t] === "number" ? clamp01((40 - PASSES.sqnr[s][t]) / 35) : 0), ends: ["40 dB SQNR", "5 dB"] },
 };
 
@@ -91,7 +93,9 @@ class Heat {
     if (slot === undefined) return;
     const readout = document.getElementById("heat-readout");
     if (t < 0 || t >= PASSES.label.length) { readout.textContent = PASSES.slots[slot]; return; }
-    readout.textContent = `${PASSES.slots[slot]}, ${PASSES.axis} ${PASSES.label[t]}: saturated ${formatShare(PASSES.overflow[slot][t], PASSES.elements[slot][t])}, flushed ${formatShare(PASSES.underflow[slot][t], PASSES.elements[slot][t])}`;
+    const share = (count, whole) => formatShare(PASSES[count][slot][t], PASSES[whole][slot][t]);
+    const ends = HAS_BLOCKS ? `, blocks at the scale's ends ${share("at_ends", "blocks")}` : "";
+    readout.textContent = `${PASSES.slots[slot]}, ${PASSES.axis} ${PASSES.label[t]}: saturated ${share("overflow", "elements")}, flushed ${share("underflow", "elements")}${ends}`;
   }
 }
 
@@ -106,24 +110,30 @@ function svg(tag, attributes, ...children) {
   return made;
 }
 
-/** Charts of one tensor: amax against what the scale holds, the scale, and what was saturated or flushed. */
+/** Charts of one tensor: amax against what the scale holds, the scale, what was saturated or flushed, and the noise; of
+    a format with a scale per block also which share of these is at an end. Without a scale that is known before the
+    tensor there is nothing to hold the amax against. */
 function drawCharts() {
   const host = document.getElementById("charts"), slot = CHOSEN.slot;
   if (slot === null) return;
   const number = (value) => (typeof value === "number" ? value : null);
   const at = PASSES.label.map((_, t) => t);
-  const share = (field) => at.map((t) => (PASSES.elements[slot][t] ? (100 * PASSES[field][slot][t]) / PASSES.elements[slot][t] : null));
+  const share = (field, of = "elements") => at.map((t) => (PASSES[of][slot][t] ? (100 * PASSES[field][slot][t]) / PASSES[of][slot][t] : null));
+  const known = PASSES.scale[slot].some((value) => number(value) > 0);
+  const blocks = HAS_BLOCKS && PASSES.blocks[slot].some((count) => count > 0);
   host.replaceChildren(
     element("h3", { title: PASSES.slots[slot] }, PASSES.slots[slot]),
-    chart("amax, and the most that the scale holds", true, [
+    chart(known ? "amax, and the most that the scale holds" : "amax", true, [
       { name: "amax", values: PASSES.amax[slot].map(number), line: "c1" },
-      { name: "most that fits", values: at.map((t) => limit(slot, t)), line: "c2", dashed: true },
+      ...(known ? [{ name: "most that fits", values: at.map((t) => limit(slot, t)), line: "c2", dashed: true }] : []),
     ], at.filter((t) => isBroken(slot, t))),
-    chart("scale", true, [{ name: "scale", values: PASSES.scale[slot].map((value) => number(value) || null), line: "c3" }]),
+    ...(known ? [chart("scale", true, [{ name: "scale", values: PASSES.scale[slot].map((value) => number(value) || null), line: "c3" }])] : []),
     chart("saturated and flushed to zero, %", false, [
-      { name: "saturated", values: share("overflow"), line: "c4" },
+      { name: "saturated", values: share("overflow"), line: "c4", dashed: true },
       { name: "flushed", values: share("underflow"), line: "c1" },
     ]),
+    ...(blocks ? [chart("blocks at the scale's ends, %", false, [{ name: "blocks", values: share("at_ends", "blocks"), line: "c2" }])] : []),
+    chart("SQNR, dB", false, [{ name: "SQNR", values: PASSES.sqnr[slot].map(number), line: "c3" }]),
   );
 }
 
@@ -132,7 +142,7 @@ function chart(name, logarithmic, series, broken = []) {
   const values = series.flatMap((one) => one.values).filter((value) => value !== null && (!logarithmic || value > 0));
   const scale = logarithmic ? Math.log10 : (value) => value;
   let low = values.length ? Math.min(...values.map(scale)) : 0, high = values.length ? Math.max(...values.map(scale)) : 1;
-  if (!logarithmic) { low = 0; high = Math.max(high, 1e-6); }
+  if (!logarithmic) { low = 0; high = high > 0 ? high : 1; }
   else if (high - low < 0.2) { low -= 0.15; high += 0.15; }
   const last = Math.max(1, PASSES.label.length - 1);
   const px = (t) => left + (t / last) * (width - left - right);

@@ -335,6 +335,7 @@ def test_gemm_with_an_operand_that_stays_whole_is_skipped_and_exact(field: str, 
         assert (result.snr[name] > 100) == (gemm in kept), result.snr
 
 
+@pytest.mark.usefixtures("without_onednn")
 def test_rows_carry_the_formats_of_both_operands() -> None:
     def formats(**options: Any) -> dict[str, tuple[str, ...]]:
         return {row.gemm: row.formats for row in train(nn.Linear(D, H), x(16, D), Config(**options)).report.rows}

@@ -56,6 +56,7 @@ class FlatWeight(nn.Module):
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise"])
 @pytest.mark.parametrize("target", ["cuda:90", "cuda:100", "hip:gfx942"])
+@pytest.mark.usefixtures("without_onednn")
 def test_a_padded_product_that_is_cut_off_can_be_viewed_as_a_vector(target: str, recipe: str) -> None:
     result = train(FlatWeight(), x(16, 130), Config(target=target, recipe=recipe))
     assert min(result.snr.values()) > LEAST_DB, result.snr
@@ -133,6 +134,7 @@ class WeightFirst(nn.Module):
 @pytest.mark.parametrize("recipe, target", [
     ("tensorwise", "cuda:90"), ("delayed", "cuda:90"), ("tensorwise", "cuda:100"), ("tensorwise", "hip:gfx942"),
 ])  # fmt: skip
+@pytest.mark.usefixtures("without_onednn")
 def test_a_symbolic_size_that_needs_no_padding_is_right_behind_inductor(recipe: str, target: str) -> None:
     """Padding of 0 elements is dropped by Inductor itself, so that only its own passes show what is left of a copy."""
     model = WeightFirst()

@@ -94,6 +94,7 @@ def fp8_exactly(case: Case, model: nn.Module, x: torch.Tensor, dy: torch.Tensor)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.usefixtures("without_onednn")
 def test_three_gemms_of_a_layer_are_the_references_to_the_roundoff_of_the_sum(case: Case) -> None:
     model, x, dy = one_layer(case)
     compiled, backend = compile_uncompiled(model, case.recipe, target=case.target)

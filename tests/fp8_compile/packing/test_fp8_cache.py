@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from mixtures import mixtral, qwen
 from safetensors.torch import load_file, save_file
 from speaker import TEXT, speaker, spoken, tokenizer
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ import fp8_compile
 from fp8_compile import Fp8Cache, pack
 from fp8_compile.packing.use_fp8_cache import use_fp8_cache
 
+PARTS = ("keys", "values", "cumulative_length")  # of a static layer
 WINDOW = {"kind": "mistral", "sliding_window": 8}
 
 
@@ -124,38 +126,55 @@ def test_compiled_code_reads_the_bytes_and_gives_what_eager_mode_gives(caplog: p
     assert "ReadFp8Cache: 1 attentions over caches in FP8" in caplog.text
 
 
-def test_an_exported_package_has_the_cache_inside(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("make", [qwen, mixtral])
+def test_mixtures_of_experts_have_such_a_cache_eager_and_compiled(
+    make: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make()
+    ids = torch.randint(1, 60, (2, 15))
+    exact = logits(model, DynamicCache(config=model.config), ids)
+    pack(model, method="rtn", kv_cache="fp8", progress=False)
+    asked = {"max_new_tokens": 4, "return_dict_in_generate": True, "cache_implementation": "static"}
+    assert {type(one).__name__ for one in model.generate(ids, **asked).past_key_values.layers} == {"Fp8StaticLayer"}
+    eager = logits(model, Fp8Cache(model, 24), ids)
+    assert (eager - exact).norm() < 0.2 * exact.norm()  # what 4 bits cost
+    model.forward = torch.compile(model.forward, backend="fp8")
+    with caplog.at_level("DEBUG", "fp8_compile.passes"):
+        found = logits(model, Fp8Cache(model, 24), ids)
+    torch.testing.assert_close(found, eager, rtol=1e-3, atol=1e-3)
+    assert "ReadFp8Cache: 1 attentions over caches in FP8" in caplog.text
+
+
+def test_an_exported_package_has_the_cache_inside_and_counts_its_tokens(tmp_path: pathlib.Path) -> None:
     model = speaker(steps=0, num_hidden_layers=1)
     step = Step(model, 24)
-    ids = torch.randint(0, 320, (1, 4))
-    wanted = [step(ids[:, at : at + 1], torch.tensor([at])) for at in range(4)]
-    step = Step(model, 24)
+    ids = torch.randint(0, 320, (1, 5))
+    wanted = [step(ids[:, at : at + 1]) for at in range(5)]
     path = tmp_path / "step.pt2"
-    fp8_compile.export(step, (ids[:, :1], torch.tensor([0])), path, weights=None)
+    fp8_compile.export(Step(model, 24), (ids[:, :1],), path, weights=None)
     package = fp8_compile.load(path)
-    for at in range(4):
-        found = package(ids[:, at : at + 1].contiguous(), torch.tensor([at]))
-        torch.testing.assert_close(found, wanted[at], rtol=1e-3, atol=1e-3)
+    for at in range(5):
+        torch.testing.assert_close(package(ids[:, at : at + 1].contiguous()), wanted[at], rtol=1e-3, atol=1e-3)
 
 
 class Step(nn.Module):
-    """One token in, its logits out; the cache is the module's buffers, and how far it is filled comes with the token:
-    AOTInductor takes a buffer of a single number for a constant."""
+    """One token in, its logits out; the cache, and how far it is filled, are the module's buffers."""
 
     def __init__(self, model: nn.Module, length: int) -> None:
         super().__init__()
         self.model, self.cache = model, Fp8Cache(model, length)
         self.cache.early_initialization(1, 2, 16, torch.float32, torch.device("cpu"))
         for index, layer in enumerate(self.cache.layers):
-            for name in ("keys", "values"):
+            for name in PARTS:
                 self.register_buffer(f"{name}_{index}", getattr(layer, name), persistent=False)
         self.eval()
 
-    def forward(self, token: Tensor, position: Tensor) -> Tensor:
+    def forward(self, token: Tensor) -> Tensor:
         for index, layer in enumerate(self.cache.layers):
-            layer.keys, layer.values = getattr(self, f"keys_{index}"), getattr(self, f"values_{index}")
-            layer.cumulative_length = position[0].clone()
-        return self.model(token, position_ids=position[None], past_key_values=self.cache).logits
+            for name in PARTS:
+                setattr(layer, name, getattr(self, f"{name}_{index}"))
+        position = self.cumulative_length_0.view(1, 1).clone()
+        return self.model(token, position_ids=position, past_key_values=self.cache).logits
 
 
 def test_what_can_not_have_such_a_cache_says_so(model: nn.Module) -> None:

@@ -12,6 +12,7 @@ from uncompiled import UncompiledBackend
 
 from fp8_compile import Backend, pack
 from fp8_compile.kernels import experts as ops
+from fp8_compile.kernels.fp8_inputs import round_inputs_op
 from fp8_compile.packing.packed_experts import LazyStack, PackedExperts, PackedStack
 
 IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
@@ -160,3 +161,43 @@ def test_compiled_the_eager_implementation_dequantizes_no_expert_that_has_no_tok
     finally:
         PackedStack.weight = property(original)
     assert result.isfinite().all() and asked == [False] * 4
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("scale", [None, 0.01], ids=["dynamic", "static"])
+def test_rounded_inputs_are_the_same_in_every_implementation(scale: float | None, transposed: bool) -> None:
+    module, given = packed("fp8", transposed), routed(9)
+    with torch.no_grad():
+        exact = module(*given)
+        for name in module.stacks:
+            module.stack(name).use_activations("fp8", None if scale is None else torch.tensor(scale))
+        matrix, x = module.gate_up_proj[1], torch.randn(3, 32)
+        plain = module.gate_up_proj_packed.as_read(module.gate_up_proj_packed.dequantize())[1]
+        rounded = round_inputs_op(x, module.gate_up_proj_packed.input_scale)
+        assert torch.equal(x @ (matrix if transposed else matrix.t()), rounded @ (plain if transposed else plain.t()))
+        outputs = []
+        for implementation in IMPLEMENTATIONS:
+            module.config._experts_implementation = implementation
+            outputs.append(module(*given))
+            if implementation != "eager":
+                torch._dynamo.reset()
+                backend = UncompiledBackend()
+                outputs.append(torch.compile(module, backend=backend)(*given))
+                words = "dynamic scale a row" if scale is None else "static scale"
+                reasons = [row.reason for report in backend.reports for row in report.rewritten]
+                assert len(reasons) == 2 and all(f"fp8, inputs e4m3, {words}; rows" in one for one in reasons)
+    for output in outputs:
+        torch.testing.assert_close(output, outputs[0])
+    assert float((outputs[0] - exact).norm() / exact.norm()) > 1e-3, "rounding is seen"
+
+
+def test_gradients_go_through_rounded_inputs_as_if_they_were_exact() -> None:
+    module, given = packed("fp8", implementation="eager"), routed(9)
+    x = given[0].requires_grad_()
+    for name in module.stacks:
+        module.stack(name).use_activations("fp8", torch.tensor(1e-2))
+    (found,) = torch.autograd.grad(module(*given).sum(), x)
+    module.config._experts_implementation = "grouped_mm"
+    run = torch.compile(module, backend=UncompiledBackend())
+    (compiled,) = torch.autograd.grad(run(*given).sum(), x)
+    torch.testing.assert_close(compiled, found)

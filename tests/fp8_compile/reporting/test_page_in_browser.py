@@ -81,7 +81,8 @@ def complaints(browser: Any) -> list[str]:
 def requests(browser: Any) -> list[str]:
     messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
     sent = [message["params"] for message in messages if message["method"] == "Network.requestWillBeSent"]
-    return [one["request"]["url"] for one in sent if not one["request"]["url"].startswith(("data:", "chrome:"))]
+    own = ("data:", "chrome:", "chrome-untrusted:")  # the latter two are the browser's
+    return [one["request"]["url"] for one in sent if not one["request"]["url"].startswith(own)]
 
 
 def texts(run: Callable[..., Any], selector: str) -> list[str]:
@@ -119,6 +120,22 @@ def test_it_loads_from_disk_alone_and_hostile_names_are_text(browser: Any, small
     big = texts(run, ".card .big")
     assert big[0] == "4 of 6" and big[1] == "3.00 kB"
     assert "1.00 kB saved" in texts(run, "#summary")[0] and "excluded by '<img" in texts(run, ".reasons")[0]
+
+
+def test_tensors_with_a_scale_per_block_have_a_chart_of_blocks_at_its_ends(
+    browser: Any, small_page: Path, tmp_path: Path
+) -> None:
+    run = load(browser, small_page)
+    assert "ends" not in run("return Object.keys(METRICS)")
+    assert not any("blocks" in one for one in texts(run, "#charts figcaption"))
+    run = load(browser, refresh(write_dump(tmp_path / "graph_000", MODULES, passes=40, blocks=True)))
+    assert "blocks at the scale's ends" in texts(run, "#heat-metric option")
+    pick(run, "heat-metric", "ends")
+    assert run("return heat.slots.slice(0, 2)") == [2, 1], "after the Inf comes the tensor that has some"
+    run("choose({ slot: 1 })")
+    titles = texts(run, "#charts figcaption")
+    assert [one for one in titles if one.startswith("blocks at the scale's ends, %")] and len(titles) == 5
+    assert titles[-1].startswith("SQNR, dB") and complaints(browser) == []
 
 
 def test_the_table_filters_and_sorts_with_mouse_and_keyboard(browser: Any, small_page: Path) -> None:
@@ -187,7 +204,7 @@ def test_the_heat_strip_puts_the_tensors_in_trouble_first_and_charts_the_chosen_
 
     run = load(browser, small_page)
     assert run("return heat.slots.slice(0, 2)") == [2, 1]  # an Inf is worse than saturation
-    assert texts(run, "#charts h3") == ["blocks.0.down#0.input"] and len(texts(run, "#charts svg")) == 3
+    assert texts(run, "#charts h3") == ["blocks.0.down#0.input"] and len(texts(run, "#charts svg")) == 4
     assert run("return document.querySelectorAll('#charts line.broken').length") == 1
     browser.find_element(By.ID, "heat").send_keys(Keys.ARROW_DOWN)
     assert texts(run, "#charts h3") == ["blocks.0.up#0.weight"]

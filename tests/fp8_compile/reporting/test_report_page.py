@@ -51,6 +51,17 @@ def test_a_long_run_of_many_tensors_is_thinned_out_and_its_worst_moments_stay(tm
     assert passes["amax"][2].count("inf") == 1 and passes["amax"][0][-1] == pytest.approx(3.5)
 
 
+def test_blocks_are_added_up_and_older_files_have_none(tmp_path: Path) -> None:
+    write_passes(tmp_path, ["a#0.input", "a#0.weight"], passes=1000, blocks=True)
+    passes = read_passes(tmp_path / "passes.jsonl")
+    assert passes is not None and len(passes["label"]) < 1000
+    assert sum(passes["blocks"][0]) == 256 * 1000 and sum(passes["at_ends"][0]) == 0
+    assert sum(passes["at_ends"][1]) == sum(number % 7 for number in range(1, 1001))
+    write_passes(tmp_path, ["a#0.input"], passes=3)
+    passes = read_passes(tmp_path / "passes.jsonl")
+    assert passes is not None and "blocks" not in passes and passes["sqnr"] == [[31.5] * 3]
+
+
 def test_a_line_cut_off_by_a_crash_is_left_out_and_one_broken_inside_is_an_error(tmp_path: Path) -> None:
     write_passes(tmp_path, ["a#0.input"], passes=3)
     path = tmp_path / "passes.jsonl"

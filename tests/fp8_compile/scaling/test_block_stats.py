@@ -68,23 +68,40 @@ def rows_of(backend: Any, x: Tensor) -> dict[str, StatsRow]:
     return {row.slot: row for row in scaling_state(compiled).stats()}
 
 
-@pytest.mark.parametrize("recipe, expected", [("mxfp8", 31.0), ("nvfp4", 20.0)])
+EXACT = {"recipe": "nvfp4", "global_scale": "exact"}
+
+
+@pytest.mark.parametrize("options, expected", [({"recipe": "mxfp8"}, 31.0), ({"recipe": "nvfp4"}, 20.0), (EXACT, 20.0)])
 @pytest.mark.parametrize("kind", [UncompiledBackend, Backend], ids=["interpreted", "compiled"])
-def test_rows_have_the_noise_of_what_forward_multiplies(recipe: str, expected: float, kind: Any) -> None:
-    x = torch.randn(48, 64) * torch.randn(48, 1).exp()
-    rows = rows_of(kind(Config(recipe=recipe, stats=True, keep_last=0, inductor=NO_CACHE)), x)
+def test_rows_have_the_noise_of_what_forward_multiplies(options: dict[str, Any], expected: float, kind: Any) -> None:
+    x, recipe = torch.randn(48, 64) * torch.randn(48, 1).exp(), options["recipe"]
+    rows = rows_of(kind(Config(**options, stats=True, keep_last=0, inductor=NO_CACHE)), x)
     found = rows["0#0.input"]
     assert found.elements == 2 * x.numel() and found.blocks == found.elements // (32 if recipe == "mxfp8" else 16)
     assert found.sqnr == pytest.approx(sqnr(x, mx(x) if recipe == "mxfp8" else nvfp4(x, global_scale(x)[0])), abs=0.5)
     assert abs(rows["2#0.weight"].sqnr - expected) < 2.5 and abs(rows["2#0.grad_output"].sqnr - expected) < 4
 
 
-def test_mxfp8_keeps_no_state_without_stats_and_computes_the_same_with_it() -> None:
+@pytest.mark.parametrize("options", [{"recipe": "mxfp8"}, EXACT], ids=["mxfp8", "exact"])
+def test_a_tensor_that_has_its_own_scale_is_never_saturated_however_it_jumps(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 64))
+    compiled = torch.compile(model, backend=UncompiledBackend(Config(**options, stats=True, keep_last=0)))
+    for factor in (1.0, 1.0, 1e4, 1.0):
+        compiled(factor * torch.randn(48, 64)).square().mean().backward()
+    rows = {row.slot: row for row in scaling_state(model).stats()}
+    assert len(rows) >= 5
+    assert all((row.saturated, row.small, row.overflow, row.scale) == (0, 0, 0, 0) for row in rows.values())
+    assert rows["0#0.input"].steps == 4 and "none was ever saturated" in str(scaling_state(model))
+
+
+@pytest.mark.parametrize("options", [{"recipe": "mxfp8"}, EXACT], ids=["mxfp8", "exact"])
+def test_without_stats_no_state_is_kept_and_with_it_results_are_the_same(options: dict[str, Any]) -> None:
     results = []
     for stats in (False, True):
         torch.manual_seed(0)
         model = nn.Linear(64, 64)
-        compiled = torch.compile(model, backend=UncompiledBackend(Config(recipe="mxfp8", stats=stats)))
+        compiled = torch.compile(model, backend=UncompiledBackend(Config(**options, stats=stats, keep_last=0)))
         y = compiled(torch.randn(32, 64))
         y.square().mean().backward()
         results.append((y, model.weight.grad))

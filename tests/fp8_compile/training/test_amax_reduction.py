@@ -2,35 +2,17 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
-
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from two_ranks import HIDDEN, WIDTH, Blocks, make_optimizer, run_two_ranks, train
+from two_ranks import HIDDEN, WIDTH, Blocks, make_optimizer, train, train_and_switch
+from uncompiled import UncompiledBackend
 
 import fp8_compile
 from fp8_compile.scaling.distributed_checkpoint import load_scaling_state
 from fp8_compile.scaling.model_state import request
 from fp8_compile.training.amax_reduction import AmaxReduction, reduces_amaxes
-
-
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory):  # type: ignore[no-untyped-def]
-    """One for all workers of pytest-xdist, so that the ranks are started once."""
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "two_ranks"
-    folder.mkdir(exist_ok=True)
-    return folder
-
-
-@pytest.fixture(scope="session")
-def ranks(folder):  # type: ignore[no-untyped-def]
-    with open(folder / "lock", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        return run_two_ranks(folder)
 
 
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
@@ -86,12 +68,12 @@ def test_blocks_that_are_recomputed_compiled_and_sharded_one_by_one_share_code_a
     assert all(same(a, b) for one, other in zip(first, second) for a, b in zip(one, other)), "all ranks have the same"
 
 
-def test_a_checkpoint_of_two_ranks_is_read_by_one_process(ranks, folder) -> None:
+def test_a_checkpoint_of_two_ranks_is_read_by_one_process(ranks, ranks_folder) -> None:
     model = Blocks(seed=2)
     loaded = {"model": model.state_dict()}
-    dcp.load(loaded, checkpoint_id=folder / "checkpoint")
+    dcp.load(loaded, checkpoint_id=ranks_folder / "checkpoint")
     model.load_state_dict(loaded["model"])
-    load_scaling_state(model, folder / "checkpoint")
+    load_scaling_state(model, ranks_folder / "checkpoint")
     state = fp8_compile.scaling_state(model)
     assert same(state.state_dict(), ranks["fsdp"][0]["saved"])
     compiled = torch.compile(model, backend="fp8")
@@ -99,7 +81,7 @@ def test_a_checkpoint_of_two_ranks_is_read_by_one_process(ranks, folder) -> None
     halves = [rank["losses"][0][0] for rank in ranks["fsdp"]]
     assert losses[0] == pytest.approx(sum(halves) / 2, rel=1e-5)
     with pytest.raises(ValueError, match="no scaling state under 'scales'; it has model, optimizer, scaling"):
-        load_scaling_state(model, folder / "checkpoint", key="scales")
+        load_scaling_state(model, ranks_folder / "checkpoint", key="scales")
 
 
 def test_tensor_parallel_ranks_share_scales_and_copy_their_own_half_of_each_weight(ranks) -> None:
@@ -115,6 +97,23 @@ def test_tensor_parallel_ranks_share_scales_and_copy_their_own_half_of_each_weig
     weights = [key for key in whole if key.endswith("weight.amax_history")]
     for key in weights:  # of the first step: the largest of both halves
         assert whole[key][0] == first["last"][key][0]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_switch_in_mid_run_and_back_is_the_same_on_both_ranks_and_in_one_process(ranks, kind) -> None:
+    first, second = (rank[kind] for rank in ranks["switched"])
+    assert first["rows"] == second["rows"] and sum(first["rows"]) == 4, "the products of forward, once for each graph"
+    assert all(same(*states) for states in zip(first["states"], second["states"], strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(first["parameters"], second["parameters"], strict=True))
+
+    torch._dynamo.reset()
+    model = Blocks()
+    alone = train_and_switch(model, torch.compile(model, backend=UncompiledBackend()))
+    halves = [sum(losses) / 2 for losses in zip(first["losses"], second["losses"])]
+    # Gradients of half of the rows are twice as large, and FP8 rounds them otherwise: 0.25 % at most was seen.
+    assert halves == pytest.approx(alone["losses"], rel=1e-2) and len(halves) == 6
+    assert [one.keys() for one in first["states"]] == [one.keys() for one in alone["states"]]
+    assert ["precision" in one for one in first["states"]] == [False, True, False]
 
 
 def test_a_rank_without_gradients_takes_part_in_the_decision_to_skip(ranks) -> None:

@@ -13,7 +13,14 @@ from fp8_compile.kernels.nvfp4 import e2m1, scale_search, sweep
 from fp8_compile.kernels.nvfp4.curvature import damped
 from fp8_compile.kernels.nvfp4.hessian import own_scales, roots_of
 from fp8_compile.kernels.nvfp4.quantize import METHODS, NEED_HESSIAN
-from fp8_compile.kernels.nvfp4.weight import SCALE_CODES, NVFP4Weight, block_scale_of, blocks_of, encode
+from fp8_compile.kernels.nvfp4.weight import (
+    SCALE_CODES,
+    NVFP4Weight,
+    block_scale_of,
+    blocks_of,
+    encode,
+    with_global_scale,
+)
 
 each_method = pytest.mark.parametrize("method", METHODS)
 SCALES = torch.tensor(SCALE_CODES, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
@@ -266,6 +273,16 @@ def test_a_given_global_scale_is_used_and_block_scales_follow() -> None:
     shared = quantize_nvfp4(w, "sweep", global_scale=own.global_scale * 4)
     assert torch.equal(shared.global_scale, own.global_scale * 4)
     assert (shared.dequantize() - w).norm() < 1.05 * (own.dequantize() - w).norm()
+
+
+def test_another_global_scale_gives_the_same_numbers_or_none() -> None:
+    weight = quantize_nvfp4(torch.randn(8, 32), "rtn")
+    for factor in (1.0, 2.0, 4.0):
+        other = with_global_scale(weight, weight.global_scale * factor)
+        assert other is not None and torch.equal(other.dequantize(), weight.dequantize())
+        assert torch.equal(other.block_scales.float() * factor, weight.block_scales.float())
+    for factor in (0.5, 2.0**16, 1.1):  # beyond 448, below the subnormals, between E4M3's numbers
+        assert with_global_scale(weight, weight.global_scale * factor) is None
 
 
 @pytest.mark.parametrize(

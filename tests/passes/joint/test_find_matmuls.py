@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from joint_graph import JointGraph, joint_graph
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
+from unnamed import Unnamed
 
 from fp8_compile.passes.graph.matmul import Matmul, OtherMatmul
 from fp8_compile.passes.graph.roles import Origin, Role, is_backward
@@ -296,20 +297,6 @@ def test_a_checkpointed_matmul_is_found_once() -> None:
     ]
 
 
-class NoNames:
-    def module_of(self, node: fx.Node) -> str:
-        return ""
-
-    def parameters_of(self, placeholder: fx.Node) -> tuple[str, ...]:
-        return ()
-
-    def weights_of(self, placeholder: fx.Node) -> tuple[str, ...]:
-        return ()
-
-    def is_buffer(self, placeholder: fx.Node) -> bool:
-        return False
-
-
 def graph_with(op: Any, *shapes: tuple[int, ...], result: tuple[int, ...]) -> fx.Graph:
     graph = fx.Graph()
     inputs = [graph.placeholder(f"x{index}") for index in range(len(shapes))]
@@ -329,7 +316,7 @@ def graph_with(op: Any, *shapes: tuple[int, ...], result: tuple[int, ...]) -> fx
     ],
 )
 def test_products_in_another_form_have_a_row_with_a_reason(op: Any, shapes: Any, result: Any, reason: str) -> None:
-    (site,) = find_matmuls(graph_with(op, *shapes, result=result), NoNames())
+    (site,) = find_matmuls(graph_with(op, *shapes, result=result), Unnamed())
     assert isinstance(site, OtherMatmul)
     assert (site.op, site.gemm, site.reason, site.shape) == (op._schema.name[6:], "output", reason, result)
 
@@ -345,7 +332,7 @@ def test_products_in_another_form_have_a_row_with_a_reason(op: Any, shapes: Any,
     ],
 )
 def test_no_product_is_without_a_row(op: Any, shapes: Any, result: Any) -> None:
-    assert len(find_matmuls(graph_with(op, *shapes, result=result), NoNames())) == 1
+    assert len(find_matmuls(graph_with(op, *shapes, result=result), Unnamed())) == 1
 
 
 def test_root_of_stops_at_the_first_op_that_mixes_elements() -> None:

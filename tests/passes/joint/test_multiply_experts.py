@@ -7,39 +7,24 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from unnamed import Unnamed
 
 from fp8_compile import quantize_nvfp4
-from fp8_compile.kernels import experts, fp8_weight
+from fp8_compile.kernels import experts, fp8_inputs, fp8_weight
 from fp8_compile.passes.joint.multiply_packed import MultiplyPacked
 
 aten = torch.ops.aten
 MATRICES = [quantize_nvfp4(torch.randn(24, 32), "rtn") for _ in range(3)]
 NVFP4 = tuple(torch.stack([getattr(m, part) for m in MATRICES]) for part in ("codes", "block_scales", "global_scale"))
 FP8 = tuple(torch.stack(parts) for parts in zip(*(fp8_weight.quantize(torch.randn(24, 32)) for _ in range(3))))
+NAMES = Unnamed("mlp.experts", buffers=("mlp.experts.down_proj_packed.codes",))
 X, ENDS, WHICH = torch.randn(5, 32), torch.tensor([1, 1, 5], dtype=torch.int32), torch.tensor([2, 0, 0, 1, 2])
-
-
-class Names:
-    def module_of(self, node: fx.Node) -> str:
-        return "mlp.experts"
-
-    def parameters_of(self, placeholder: fx.Node) -> tuple[str, ...]:
-        return ()
-
-    def buffers_of(self, placeholder: fx.Node) -> tuple[str, ...]:
-        return ("mlp.experts.down_proj_packed.codes",)
-
-    def weights_of(self, placeholder: fx.Node) -> tuple[str, ...]:
-        return ()
-
-    def is_buffer(self, placeholder: fx.Node) -> bool:
-        return True
 
 
 def rewritten(function, *args: Tensor, target: str = "cpu") -> tuple[fx.GraphModule, MultiplyPacked]:
     with FakeTensorMode(allow_non_fake_inputs=True):
         traced = make_fx(function, tracing_mode="fake")(*(torch.empty_like(arg) for arg in args))
-    one = MultiplyPacked(Names(), target)
+    one = MultiplyPacked(NAMES, target)
     one.run(traced.graph)
     traced.graph.eliminate_dead_code()
     traced.graph.lint()
@@ -124,3 +109,14 @@ def test_other_uses_of_a_stack_are_left_alone(function) -> None:
     traced, one = rewritten(function, X, *NVFP4)
     assert experts.nvfp4_mm_op not in targets(traced) and experts.nvfp4_dequantize_op in targets(traced)
     assert one.rows == []
+
+
+def test_a_gpu_multiplies_rounded_inputs_by_the_dequantized_stack() -> None:
+    def rounding(x: Tensor, ends: Tensor, codes: Tensor, scales: Tensor, input_scale: Tensor) -> Tensor:
+        w = experts.fp8_dequantize_rounding_op(codes, scales, input_scale, torch.bfloat16)
+        return aten._grouped_mm(x.bfloat16(), w.transpose(1, 2), ends)
+
+    for target, wanted in (("cuda:90", fp8_inputs.round_inputs_op), ("cpu", fp8_inputs.quantize_inputs_op)):
+        traced, one = rewritten(rounding, X, ENDS, *FP8, torch.tensor(0.01), target=target)
+        assert targets(traced).count(wanted) == 1
+        assert (experts.fp8_mm_op in targets(traced)) == (target == "cpu")

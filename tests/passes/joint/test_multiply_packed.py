@@ -9,6 +9,7 @@ import torch
 from torch import fx
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from unnamed import Unnamed
 
 from fp8_compile import quantize_nvfp4
 from fp8_compile.kernels import fp8_inputs, fp8_weight
@@ -20,28 +21,15 @@ from fp8_compile.passes.joint.multiply_packed import MultiplyPacked
 
 aten = torch.ops.aten
 WEIGHT = quantize_nvfp4(torch.randn(24, 32))
+NAMES = Unnamed("layer", buffers=())
 PARTS = WEIGHT.codes, WEIGHT.block_scales, WEIGHT.global_scale
-
-
-class Names:
-    def module_of(self, node: fx.Node) -> str:
-        return "layer"
-
-    def parameters_of(self, placeholder: fx.Node) -> tuple[str, ...]:
-        return ()
-
-    def weights_of(self, placeholder: fx.Node) -> tuple[str, ...]:
-        return ()
-
-    def is_buffer(self, placeholder: fx.Node) -> bool:
-        return True
 
 
 def rewritten(function, *args: torch.Tensor, target: str = "cpu") -> tuple[fx.GraphModule, MultiplyPacked]:
     """The function's graph with the pass run on it, as Inductor would have it: values are fake tensors."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         traced = make_fx(function, tracing_mode="fake")(*(torch.empty_like(arg) for arg in args))
-    one = MultiplyPacked(Names(), target)
+    one = MultiplyPacked(NAMES, target)
     report = one.run(traced.graph)
     traced.graph.eliminate_dead_code()
     traced.graph.lint()
@@ -138,7 +126,7 @@ def test_for_a_gpu_it_is_a_rowwise_scaled_mm_where_sizes_allow() -> None:
             continue
         assert [list(node.args[at].meta["val"].shape) for at in (2, 3)] == [[5, 1], [1, n]]
         assert node.meta["val"].dtype == torch.bfloat16 and node.args[1].meta["val"].stride() == (1, k)
-        assert find_matmuls(traced.graph, Names()) == [], "it is accounted for"
+        assert find_matmuls(traced.graph, NAMES) == [], "it is accounted for"
         LowerQuantizes("cuda:90").run(traced.graph)
         assert fp8_inputs.quantize_inputs_op not in targets(traced), "Inductor fuses the cast with what comes before"
 

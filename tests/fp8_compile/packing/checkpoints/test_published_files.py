@@ -17,7 +17,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from fp8_compile import load_checkpoint, pack, quantize_nvfp4, save_checkpoint
 from fp8_compile.kernels import fp8_blocks
-from fp8_compile.packing.packed_blocks import FP8BlockLinear, FP8BlockStack
+from fp8_compile.packing.packed_block_scaled import FP8BlockLinear, FP8BlockStack
 from fp8_compile.packing.packed_experts import NVFP4Stack
 from fp8_compile.packing.packed_linear import FP8Linear, NVFP4Linear
 

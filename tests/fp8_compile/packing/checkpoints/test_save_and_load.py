@@ -135,6 +135,27 @@ def test_layers_that_servers_fuse_share_a_global_scale_even_if_packed_apart(tmp_
     assert (other.k_proj.dequantize() - before).norm() < 0.06 * before.norm()
 
 
+def test_global_scales_a_power_of_two_apart_become_one_and_nothing_else_changes(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = llama()
+    attention = model.get_submodule(f"{LAYER}.self_attn")
+    with torch.no_grad():
+        for projection, size in ((attention.q_proj, 0.25), (attention.k_proj, 1.0), (attention.v_proj, 2.0)):
+            projection.weight[0, 0] = size  # the largest element, which the global scale follows
+            projection.weight.clamp_(-size, size)
+    for name in ("q_proj", "k_proj", "v_proj"):
+        pack(model, method="rtn", include=(f"{LAYER}.self_attn.{name}",), progress=False)
+    before = {name: getattr(attention, name).dequantize() for name in ("q_proj", "k_proj", "v_proj")}
+    assert len({float(getattr(attention, name).global_scale) for name in before}) == 3
+    caplog.clear()
+    save_checkpoint(model, tmp_path)
+    assert not caplog.text
+    other = load_checkpoint(llama(), tmp_path).get_submodule(f"{LAYER}.self_attn")
+    assert len({float(getattr(other, name).global_scale) for name in before}) == 1
+    assert all(torch.equal(getattr(other, name).dequantize(), weight) for name, weight in before.items())
+
+
 def test_another_tools_checkpoint_is_loaded(tmp_path: pathlib.Path) -> None:
     """As modelopt and llm-compressor write them: with scales for inputs, in FP32 [1], bf16 elsewhere."""
     weight = quantize_nvfp4(torch.randn(32, 48), "rtn")

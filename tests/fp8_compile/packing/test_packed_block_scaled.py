@@ -12,7 +12,7 @@ from torch import nn
 import fp8_compile
 from fp8_compile import pack
 from fp8_compile.kernels import fp8_blocks
-from fp8_compile.packing.packed_blocks import FP8BlockLinear, FP8BlockStack
+from fp8_compile.packing.packed_block_scaled import FP8BlockLinear, FP8BlockStack
 
 IDS = torch.arange(12).view(2, 6)
 
