@@ -17,6 +17,8 @@ x: both directions of a tensor are two stores of one kernel, which reads the ten
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -29,23 +31,34 @@ from .quantize import HIGH_PRECISION, Block
 MULTIPLE = 32  # of both sizes of a tensor: K in bytes is then a multiple of the 16 that cuBLASLt wants
 
 
-def quantize_nvfp4_swizzled(
-    x: Tensor,
-    enc: Tensor,
-    factor: float,
-    block: Block,
-    transpose: bool,
-    rotated: bool,
-    seed: Tensor | None,
-    stream: int,
-    four_over_six: bool,
-    numbered: int,
-) -> tuple[Tensor, Tensor]:
-    """The first formulas above in plain PyTorch."""
-    outer, k = x.shape[::-1] if transpose else x.shape
-    used = x[:numbered] if transpose else x[:, :numbered]
-    codes, scales = quantize_nvfp4(used, enc * factor, block, transpose, rotated, seed, stream, four_over_six)
-    rows = scales.view(torch.uint8).repeat_interleave(block[0], 0)[:outer]
+class HowSwizzled(NamedTuple):
+    """How a tensor is quantized: what the operation takes after x and enc."""
+
+    factor: float
+    block: Block
+    transpose: bool
+    rotated: bool
+    seed: Tensor | None
+    stream: int
+    four_over_six: bool
+    numbered: int
+
+    def sizes(self, x: Tensor) -> tuple[int, int]:
+        """The rows of codes, and K."""
+        rows, cols = x.shape
+        return (cols, rows) if self.transpose else (rows, cols)
+
+    def used(self, x: Tensor) -> Tensor:
+        """x without the zeros that were added to it."""
+        return x[: self.numbered] if self.transpose else x[:, : self.numbered]
+
+
+def quantize_nvfp4_swizzled(x: Tensor, enc: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    """The first formulas above in plain PyTorch; ``options`` are those of ``HowSwizzled``."""
+    how = HowSwizzled(*options)
+    outer, k = how.sizes(x)
+    codes, scales = quantize_nvfp4(how.used(x), enc * how.factor, *how[1:-1])
+    rows = scales.view(torch.uint8).repeat_interleave(how.block[0], 0)[:outer]
     codes = torch.nn.functional.pad(codes, (0, k // 2 - codes.shape[1]))
     rows = torch.nn.functional.pad(rows, (0, k // SIZE - rows.shape[1]))
     return codes, swizzle(rows).view(scales.dtype)
@@ -73,45 +86,23 @@ def swizzled_nvfp4_mm(
     return y.to(out_dtype)
 
 
-def _fake(
-    x: Tensor,
-    enc: Tensor,
-    factor: float,
-    block: Block,
-    transpose: bool,
-    rotated: bool,
-    seed: Tensor | None,
-    stream: int,
-    four_over_six: bool,
-    numbered: int,
-) -> tuple[Tensor, Tensor]:
-    outer, k = x.shape[::-1] if transpose else x.shape
+def _fake(x: Tensor, enc: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    outer, k = HowSwizzled(*options).sizes(x)
     return (
         x.new_empty((outer, k // 2), dtype=torch.uint8),
         x.new_empty(scales_size(outer, k // SIZE), dtype=torch.float8_e4m3fn),
     )
 
 
-def _checked(
-    x: Tensor,
-    enc: Tensor,
-    factor: float,
-    block: Block,
-    transpose: bool,
-    rotated: bool,
-    seed: Tensor | None,
-    stream: int,
-    four_over_six: bool,
-    numbered: int,
-) -> tuple[Tensor, Tensor]:
+def _checked(x: Tensor, enc: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    how = HowSwizzled(*options)
     name = "quantize_nvfp4_swizzled"
     check(name, "x", x, HIGH_PRECISION, (ANY, ANY))
     for size in x.shape:
         check_value(name, f"{size} modulo {MULTIPLE}", size % MULTIPLE, (0,))
     check(name, "enc", enc, FP32, (1, 1))
-    check_value(name, "block", tuple(block), BLOCKS)
-    options = (factor, block, transpose, rotated, seed, stream, four_over_six, numbered)
-    return quantize_nvfp4_swizzled(x, enc, *options)
+    check_value(name, "block", tuple(how.block), BLOCKS)
+    return quantize_nvfp4_swizzled(x, enc, *how)
 
 
 def quantize_nvfp4_tiles(

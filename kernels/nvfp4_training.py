@@ -24,6 +24,8 @@ then 32 bits each.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -41,6 +43,19 @@ MOST_GROWTH = 4.0  # of the largest magnitude, by a rotation: 16 values of it, s
 FOUR_OF_SIX = 4.0 / 7.0  # scales are below 256 then, so that 1.5 times of one is below 448
 _FLT_MAX = torch.finfo(torch.float32).max
 _MASK = 0xFFFFFFFF
+
+
+class How(NamedTuple):
+    """How a tensor is quantized: what the operation takes after x and enc. ``seed`` [1] int64: round at random.
+    ``four_over_six``: each block takes the scale that maps its largest value to 6 or to 4, whichever has the smaller
+    squared error; ``enc`` is 1536 / amax then, so that the larger scale fits."""
+
+    block: Block
+    transpose: bool
+    rotated: bool
+    seed: Tensor | None
+    stream: int
+    four_over_six: bool
 
 
 def rotate(v: Tensor) -> Tensor:
@@ -118,22 +133,12 @@ def operand(x: Tensor, transpose: bool, rotated: bool) -> Tensor:
     return rotate(v) if rotated else v
 
 
-def quantize_nvfp4(
-    x: Tensor,
-    enc: Tensor,
-    block: Block,
-    transpose: bool,
-    rotated: bool,
-    seed: Tensor | None,
-    stream: int,
-    four_over_six: bool,
-) -> tuple[Tensor, Tensor]:
-    """The formulas above in plain PyTorch. ``seed`` [1] int64: round at random. ``four_over_six``: each block takes
-    the scale that maps its largest value to 6 or to 4, whichever has the smaller squared error; ``enc`` is 1536 / amax
-    then, so that the larger scale fits."""
-    v = operand(x, transpose, rotated)
-    uniform = None if seed is None else philox(seed, stream, (v.shape[0], v.shape[1]))
-    codes, scales = single_codes(v, enc, block, four_over_six, uniform)
+def quantize_nvfp4(x: Tensor, enc: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    """The formulas above in plain PyTorch; ``options`` are those of ``How``."""
+    how = How(*options)
+    v = operand(x, how.transpose, how.rotated)
+    uniform = None if how.seed is None else philox(how.seed, how.stream, (v.shape[0], v.shape[1]))
+    codes, scales = single_codes(v, enc, how.block, how.four_over_six, uniform)
     pairs = codes.reshape(v.shape[0], v.shape[1] // 2, 2)
     return pairs[..., 0] | (pairs[..., 1] << 4), scales
 
@@ -213,41 +218,25 @@ def nvfp4_mm(
     return (y if bias is None else y + bias).to(out_dtype)
 
 
-def _quantize_fake(
-    x: Tensor,
-    enc: Tensor,
-    block: Block,
-    transpose: bool,
-    rotated: bool,
-    seed: Tensor | None,
-    stream: int,
-    four_over_six: bool,
-) -> tuple[Tensor, Tensor]:
-    rows, k = x.shape[::-1] if transpose else x.shape
+def _quantize_fake(x: Tensor, enc: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    how = How(*options)
+    rows, k = x.shape[::-1] if how.transpose else x.shape
     blocks = (k + SIZE - 1) // SIZE
-    lines = (rows + block[0] - 1) // block[0]
+    lines = (rows + how.block[0] - 1) // how.block[0]
     return (
         x.new_empty((rows, blocks * (SIZE // 2)), dtype=torch.uint8),
         x.new_empty((lines, blocks), dtype=torch.float8_e4m3fn),
     )
 
 
-def _quantize_checked(
-    x: Tensor,
-    enc: Tensor,
-    block: Block,
-    transpose: bool,
-    rotated: bool,
-    seed: Tensor | None,
-    stream: int,
-    four_over_six: bool,
-) -> tuple[Tensor, Tensor]:
+def _quantize_checked(x: Tensor, enc: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    how = How(*options)
     check("quantize_nvfp4", "x", x, HIGH_PRECISION, (ANY, ANY))
     check("quantize_nvfp4", "enc", enc, FP32, (1, 1))
-    check_value("quantize_nvfp4", "block", tuple(block), BLOCKS)
-    if seed is not None:
-        check("quantize_nvfp4", "seed", seed, (torch.int64,), (1,))
-    return quantize_nvfp4(x, enc, block, transpose, rotated, seed, stream, four_over_six)
+    check_value("quantize_nvfp4", "block", tuple(how.block), BLOCKS)
+    if how.seed is not None:
+        check("quantize_nvfp4", "seed", how.seed, (torch.int64,), (1,))
+    return quantize_nvfp4(x, enc, *how)
 
 
 def _mm_checked(

@@ -51,10 +51,7 @@ def layout(offsets: Tensor, rows: Size, multiple: int) -> tuple[Tensor, Tensor, 
 
 def take_rows(x: Tensor, rows: Tensor) -> Tensor:
     """The rows of x that ``source`` or ``place`` names; zeros where it is -1. FP8 is moved as bytes."""
-    if x.dtype.itemsize == 1:
-        return take_rows(x.view(torch.int8), rows).view(x.dtype) if x.dtype != torch.int8 else _taken(x, rows)
-    return _taken(x, rows)
-
-
-def _taken(x: Tensor, rows: Tensor) -> Tensor:
-    return torch.where((rows >= 0)[:, None], x[rows.clamp_min(0)], torch.zeros((), dtype=x.dtype, device=x.device))
+    moved = x.view(torch.int8) if x.dtype.itemsize == 1 else x
+    zero = torch.zeros((), dtype=moved.dtype, device=x.device)
+    taken = torch.where((rows >= 0)[:, None], moved[rows.clamp_min(0)], zero)
+    return taken if moved is x else taken.view(x.dtype)

@@ -14,6 +14,7 @@ would compute other gradients than an RTX 5090 or a CPU from the same seed.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import triton
@@ -21,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8_compile.kernels.mx_swizzled import scales_size
+from fp8_compile.kernels.nvfp4_swizzled import HowSwizzled
 from fp8_compile.kernels.nvfp4_training import SIGNS, SIZE
 from fp8_compile.kernels.sum_tiles import TILE_ROWS
 
@@ -318,39 +320,22 @@ def has_e2m1(device: int) -> bool:
     return torch.cuda.get_device_capability(device)[0] in (10, 12)
 
 
-def quantize_nvfp4_swizzled(
-    x: Tensor,
-    enc: Tensor,
-    factor: float,
-    block: tuple[int, int],
-    transpose: bool,
-    rotated: bool,
-    seed: Tensor | None,
-    stream: int,
-    four_over_six: bool,
-    numbered: int,
-) -> tuple[Tensor, Tensor]:
+def quantize_nvfp4_swizzled(x: Tensor, enc: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     """The operation where it is no store of a generated kernel: x is read once for each direction."""
-    rows, cols = x.shape
-    outer, k = (cols, rows) if transpose else (rows, cols)
+    how = HowSwizzled(*options)
+    (rows, cols), (outer, k) = x.shape, how.sizes(x)
     codes = x.new_empty((outer, k // 2), dtype=torch.uint8)
     scales = x.new_zeros(scales_size(outer, k // SIZE), dtype=torch.uint8)
-    used = x[:numbered] if transpose else x[:, :numbered]  # what is beyond was added
     if x.numel():
-        quantize_nvfp4_kernel[(triton.cdiv(rows, TILE_ROWS) * triton.cdiv(cols, TILE_ROWS),)](
-            used,
-            enc,
-            enc if seed is None else seed,
-            codes,
-            scales,
-            rows,
-            cols,
-            *x.stride(),
-            numbered,
-            TRANSPOSE=transpose,
+        programs = triton.cdiv(rows, TILE_ROWS) * triton.cdiv(cols, TILE_ROWS)
+        random = how.seed is not None
+        quantize_nvfp4_kernel[(programs,)](
+            *(how.used(x), enc, how.seed if random else enc, codes, scales),
+            *(rows, cols, *x.stride(), how.numbered),
+            TRANSPOSE=how.transpose,
             HARDWARE=x.is_cuda and has_e2m1(x.device.index),
             num_warps=NUM_WARPS,
-            **constants(factor, block, rotated, seed is not None, stream, four_over_six),
+            **constants(how.factor, how.block, how.rotated, random, how.stream, how.four_over_six),
         )
     return codes, scales.view(torch.float8_e4m3fn)
 

@@ -25,6 +25,7 @@ from fp8_compile.torch_internals import patches
 
 from .mx_swizzled import label_of, part_of, rows_and_columns, up
 from .scatter import scatter_into
+from .tiles import WIDE
 
 TILE_NVFP4 = "tile_nvfp4"  # a StoreMode begins with it, followed by the arguments of ``store_nvfp4``
 _sizes: dict[str, Any] = {}  # by their text, which is what a mode can hold: those of a dynamic shape are symbols
@@ -34,20 +35,8 @@ _tiles_fallback = fallback_handler(quantize_nvfp4_tiles_op, add_to_fallback_set=
 
 
 @register_lowering(quantize_nvfp4_swizzled_op, type_promotion_kind=None)
-def _lowering(
-    x: Any,
-    enc: Any,
-    factor: float,
-    block: Any,
-    transpose: bool,
-    rotated: bool,
-    seed: Any,
-    stream: int,
-    four_over_six: bool,
-    numbered: Any,
-) -> Any:
-    options = (factor, block, transpose, rotated, seed, stream, four_over_six, numbered)
-    return _stored(x, enc, *options) if _is_store(x) else _fallback(x, enc, *options)
+def _lowering(x: Any, enc: Any, *options: Any) -> Any:
+    return (_stored if _is_store(x) else _fallback)(x, enc, *options)
 
 
 @register_lowering(quantize_nvfp4_tiles_op, type_promotion_kind=None)
@@ -105,7 +94,8 @@ def _stored(
     _sizes[key] = sympy.sympify(numbered)
     words = (enc_name, enc_at, seed_name, seed_at, key, factor.hex())
     flags = (transpose, block[0] == SIZE, rotated, seed is not None, four_over_six)
-    mode: Any = " ".join([TILE_NVFP4, *map(str, words), str(stream), *(str(int(flag)) for flag in flags)])
+    name = TILE_NVFP4 + WIDE if four_over_six else TILE_NVFP4  # codes by two scales at once
+    mode: Any = " ".join([name, *map(str, words), str(stream), *(str(int(flag)) for flag in flags)])
     scatter_into(buffer, values, [rows, cols], label_of(cols), mode)
     return (
         part_of(buffer, torch.uint8, [outer, FloorDiv(k, 2)], [FloorDiv(k, 2), 1], 0),

@@ -20,8 +20,8 @@ from torch._inductor.virtualized import V
 from fp8_compile.kernels.sum_tiles import TILE_ROWS
 from fp8_compile.torch_internals import patches
 
-LAUNCH = FixedTritonConfig({"XBLOCK": TILE_ROWS, "YBLOCK": TILE_ROWS, "num_warps": 8, "num_stages": 1})
 PREFIX = "tile_"
+WIDE = "_wide"  # the first word of a mode ends with it: a tile needs more registers than 8 warps have
 
 
 @patches.extends(
@@ -48,7 +48,9 @@ def _triton_kernel_kwargs(
     if tilings:
         assert len(set(tilings)) == 1 and _in_tiles(nodes, tilings[0]), f"{tilings} in one kernel"
         groups[0] = SIMDScheduling.create_tiling(tilings[0], [sympy.S.One])
-        options["fixed_config"] = LAUNCH
+        blocks = {"XBLOCK": TILE_ROWS, "YBLOCK": TILE_ROWS}
+        warps = 16 if any(map(_is_wide, modes_of(nodes))) else 8
+        options["fixed_config"] = FixedTritonConfig({**blocks, "num_warps": warps, "num_stages": 1})
     return options
 
 
@@ -58,7 +60,17 @@ def _tilings(nodes: Iterable[Any]) -> list[tuple[Any, ...]]:
 
 
 def _stores_tiles(node: SchedulerNode) -> bool:
-    return any(isinstance(dep, MemoryDep) and is_tile(dep.mode) for dep in node.read_writes.writes)
+    return any(map(is_tile, modes_of([node])))
+
+
+def modes_of(nodes: Iterable[Any]) -> list[Any]:
+    """How the nodes store what they compute."""
+    ours = [node for node in nodes if isinstance(node, SchedulerNode)]
+    return [dep.mode for node in ours for dep in node.read_writes.writes if isinstance(dep, MemoryDep)]
+
+
+def _is_wide(mode: Any) -> bool:
+    return is_tile(mode) and mode.split()[0].endswith(WIDE)
 
 
 def is_tile(mode: Any) -> bool:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import pathlib
-import shutil
-import subprocess
 from collections.abc import Callable
 
 import pytest
@@ -16,18 +13,6 @@ from fp8_compile.kernels.gpu.cublaslt import CublasLt, CublasLtError
 from fp8_compile.kernels.gpu.cublaslt_compiled import fastest
 from fp8_compile.kernels.gpu.cublaslt_op import Library
 from fp8_compile.kernels.nvfp4_swizzled import quantize_nvfp4_swizzled
-
-STAND_IN = pathlib.Path(__file__).parents[2] / "support" / "cublaslt_stand_in.c"
-
-
-@pytest.fixture(scope="module")
-def stand_in(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    compiler = shutil.which("gcc") or shutil.which("g++")
-    if compiler is None:
-        pytest.skip("no C compiler to build the stand-in with")
-    built = tmp_path_factory.mktemp("cublaslt") / "libcublasLt.so"
-    subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-o", built, STAND_IN, "-lm"], check=True)
-    return ctypes.CDLL(str(built))
 
 
 @pytest.fixture(params=[fastest, CublasLt], ids=["C++", "Python"])

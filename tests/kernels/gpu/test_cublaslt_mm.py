@@ -9,8 +9,6 @@ import functools
 import logging
 import pathlib
 import re
-import shutil
-import subprocess
 import sysconfig
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -31,18 +29,7 @@ from fp8_compile.kernels.gpu.cublaslt_op import Library
 from fp8_compile.torch_internals.inductor import NoCompiler
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-STAND_IN = pathlib.Path(__file__).parents[2] / "support" / "cublaslt_stand_in.c"
 HALF_A_STEP = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8}
-
-
-@pytest.fixture(scope="module")
-def stand_in(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    compiler = shutil.which("gcc") or shutil.which("g++")
-    if compiler is None:
-        pytest.skip("no C compiler to build the stand-in with")
-    built = tmp_path_factory.mktemp("cublaslt") / "libcublasLt.so"
-    subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-o", built, STAND_IN, "-lm"], check=True)
-    return ctypes.CDLL(str(built))
 
 
 @pytest.fixture(params=[fastest, CublasLt], ids=["C++", "Python"])

@@ -20,17 +20,25 @@ def operands() -> tuple[torch.Tensor, ...]:
     return left, right, torch.rand(48, 1), torch.rand(1, 32), torch.randn(32).bfloat16()
 
 
-def test_both_ways_give_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
+REFUSALS = (
+    "CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling cublasLtMatmulAlgoGetHeuristic",
+    "Rowwise scaling is not currently supported on your device",
+    "cutlass cannot run",
+)
+
+
+@pytest.mark.parametrize("refusal", REFUSALS)
+def test_both_ways_give_the_formula(monkeypatch: pytest.MonkeyPatch, refusal: str) -> None:
     left, right, scale_left, scale_right, bias = operands()
     exact = left.double() @ right.double() * scale_left * scale_right + bias
     monkeypatch.setattr(rowwise_mm, "_refused", set())
 
     def refuses(*arguments: object) -> torch.Tensor:
-        raise RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling cublasLtMatmulAlgoGetHeuristic")
+        raise RuntimeError(refusal)
 
     monkeypatch.setattr(rowwise_mm, "by_rows", refuses)
     given = (left, right, scale_left, scale_right, bias, torch.float32)
-    with pytest.warns(UserWarning, match="cuda:0: cuBLAS refused an FP8 gemm with a scale per row.*mxfp8"):
+    with pytest.warns(UserWarning, match="cuda:0: torch refused an FP8 gemm with a scale per row.*mxfp8"):
         first = rowwise_mm.multiply(*given)
     second = rowwise_mm.multiply(*given)  # a second warning would be an error
     for actual in (first, second, rowwise_mm_op(*given)):
