@@ -14,6 +14,8 @@ THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else os.cpu_count() or 1
 os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(THREADS))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Inductor believes what the CPU says of its vectors: to try them takes each process with a cache of its own 7 seconds.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 os.environ.setdefault("FP8_COMPILE_CHECK", "1")  # passes/invariants.py: graphs are checked after every pass
 
 import hypothesis
@@ -37,6 +39,8 @@ def threads() -> None:
     # Dynamo collects garbage after each compilation: what was imported is not looked at each time.
     gc.collect()
     gc.freeze()
+    # Compilations make millions of objects, few of them in rings: it is enough to look for garbage less often.
+    gc.set_threshold(50_000, 20, 50)
 
 
 @pytest.fixture(autouse=True)

@@ -21,14 +21,17 @@ def planned(*arguments: str) -> str:
 
 
 @pytest.mark.parametrize("target", ["test", "demo"])
-@pytest.mark.parametrize("torch, folder", [(None, ".venv/"), ("2.13.0", ".venv/"), ("2.15.0", ".venv-2.15.0/")])
+@pytest.mark.parametrize(
+    "torch, folder",
+    [(None, ".venv/"), ("2.13.0", ".venv/"), ("2.14.1", ".venv-2.14.1/"), ("2.15.0", ".venv-2.15.0/")],
+)
 def test_each_torch_has_an_environment_of_its_own(target: str, torch: str | None, folder: str) -> None:
     lines = planned(target, *([f"TORCH={torch}"] if torch else [])).splitlines()
     used = [line.split()[0] for line in lines if "bin/python" in line]
     assert len(used) >= 3 and all(command.startswith(folder) for command in used), used
     installs = [line for line in lines if "pip" in line]
     assert all(f"'torch=={torch or '2.13.0'}'" in line for line in installs), "nothing may replace that torch"
-    triton = {"2.13": "3.7", "2.15": "3.9"}[(torch or "2.13.0")[:4]]
+    triton = {"2.13": "3.7", "2.14": "3.8", "2.15": "3.9"}[(torch or "2.13.0")[:4]]
     with_torch = f"'torch=={torch or '2.13.0'}' 'triton=={triton}.*'"
     assert installs[0].endswith(with_torch), "before anything that asks for a range"
     assert all(with_torch in line for line in installs), "nothing may replace that Triton either"

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from module_of import ModuleOf
 from torch import Tensor, nn
 from uncompiled import UncompiledBackend
 
@@ -74,15 +75,11 @@ def test_a_layer_in_the_middle_that_is_as_wide_as_the_vocabulary_is_not_a_head()
 
 
 def test_a_weight_that_is_read_from_the_embedding_itself_is_a_head() -> None:
-    class Functional(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.wte, self.up = nn.Embedding(VOCABULARY, D), nn.Linear(D, D)
+    def functional(self: ModuleOf, ids: Tensor) -> Tensor:
+        return F.linear(self.up(self.wte(ids)), self.wte.weight)
 
-        def forward(self, ids: Tensor) -> Tensor:
-            return F.linear(self.up(self.wte(ids)), self.wte.weight)
-
-    assert skipped(explain(Functional(), (IDS,))) == {"wte": TIED}
+    model = ModuleOf(functional, wte=nn.Embedding(VOCABULARY, D), up=nn.Linear(D, D))
+    assert skipped(explain(model, (IDS,))) == {"wte": TIED}
 
 
 class Positions(nn.Module):

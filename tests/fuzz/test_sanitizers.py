@@ -22,6 +22,7 @@ def sanitizers() -> ModuleType:
 
 
 def test_random_calls_of_every_entry_point_have_no_findings(sanitizers: ModuleType) -> None:
+    """For three seconds; to compile all kernels with sanitizers takes some twenty before."""
     report = sanitizers.fuzz(sanitizers.instruction_sets()["portable"], seconds=3, seed=0)
     assert report.findings == [], str(report)
     assert set(report.calls) == set(sanitizers.ENTRY_POINTS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import difflib
 import operator
 import textwrap
 from typing import Any, Callable
@@ -52,6 +53,15 @@ def render(graph: fx.Graph, only: Callable[[fx.Node], bool] | None = None) -> st
             if only is None or only(node):
                 lines.append(_line(node, names))
     return "\n".join("\n    ".join(textwrap.wrap(line, 116)) for line in lines) + "\n"
+
+
+def difference(before: fx.Graph, after: fx.Graph, only: Callable[[fx.Node], bool] | None = None) -> str:
+    """The lines of ``render`` that a pass took out (``-``) and put in (``+``). Another golden test shows those before.
+
+    So a change of what all passes leave alone edits one golden test.
+    """
+    lines = difflib.Differ().compare(render(before, only).splitlines(), render(after, only).splitlines())
+    return "".join(f"{line}\n" for line in lines if line[0] in "-+")
 
 
 def ops(graph: fx.Graph) -> dict[str, int]:

@@ -53,6 +53,7 @@ SIZES = (5, 7), (1, 3), (2, 1), (3, 64)
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Exported:
+    """Made once: C++ with the headers of torch, for a package and by AOTInductor, is compiled in half a minute."""
     torch.manual_seed(0)
     path = tmp_path_factory.mktemp("export") / "model.pt2"
     model, scale = Attention().eval(), torch.rand(64)

@@ -144,4 +144,5 @@ def test_a_prompt_gives_the_same_tokens_whatever_ran_before() -> None:
 
 
 def test_compiled_code_gives_the_same_tokens_too() -> None:
+    """Compiles a prefill of any length, a decoding and training, in some 25 seconds."""
     check_repeats("fp8")

@@ -75,21 +75,22 @@ def test_names_survive_graph_breaks_inside_submodules() -> None:
     assert names == dict.fromkeys({"blocks.0.up", "blocks.0.router", "lm_head"}, THREE)
 
 
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.gain = nn.Parameter(torch.randn(D, D)), nn.Parameter(torch.ones(D, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight * self.gain)
+
+
 def test_a_submodule_that_is_a_frame_of_its_own_keeps_its_name_and_its_exclusion() -> None:
     """As after a graph break in a caller that can't be resumed: the matmuls are written in the frame's own module."""
-
-    class Inner(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight, self.gain = nn.Parameter(torch.randn(D, D)), nn.Parameter(torch.ones(D, 1))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return F.linear(x, self.weight * self.gain)
 
     class Outer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.inner = Inner()
+            self.inner = Scaled()
 
         @torch._dynamo.disable(recursive=False)
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -254,14 +255,6 @@ def test_blocks_that_share_a_frame_after_a_graph_break_do_not_share_an_exclusion
 
 @pytest.mark.parametrize("pattern", ["weight", "gain"])
 def test_a_parameter_is_excluded_by_name_also_when_the_weight_is_computed_from_it(pattern: str) -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight, self.gain = nn.Parameter(torch.randn(D, D)), nn.Parameter(torch.ones(D, 1))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return F.linear(x, self.weight * self.gain)
-
     report = explain(Scaled(), (data(),), config=Config(exclude=pattern))
     assert not report.rewritten, str(report)
 

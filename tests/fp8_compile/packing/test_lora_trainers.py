@@ -114,6 +114,7 @@ def test_the_trainer_trains_adapters_and_resumes_bit_for_bit(
 
 
 def test_the_compiled_trainer_learns_as_the_plain_one(tmp_path: Path, expected: list[float]) -> None:
+    """A real model of transformers in FP8, compiled whole: some 20 seconds."""
     model = lora()
     model.compile(backend="fp8", options={"exclude": EXCLUDE})
     trainer = transformers.Trainer(model, arguments(tmp_path, save_strategy="no"), train_dataset=windows())

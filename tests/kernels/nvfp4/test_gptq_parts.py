@@ -8,8 +8,9 @@ import math
 
 import pytest
 import torch
+from instruction_sets import RUNNABLE
 
-from fp8_compile.kernels.cpu import isa, library, nvfp4_search
+from fp8_compile.kernels.cpu import library, nvfp4_search
 from fp8_compile.kernels.nvfp4 import code_search, e2m1, scale_paths
 from fp8_compile.kernels.nvfp4.curvature import damped, inverse_factor
 from fp8_compile.kernels.nvfp4.feedback import TO_ZERO, round_blocks
@@ -119,7 +120,7 @@ def libraries() -> tuple[ctypes.CDLL, ctypes.CDLL]:
     """For this CPU, and for any."""
     own = nvfp4_search.search_library()
     assert own is not None
-    return own, nvfp4_search.load(library.cpp_compiler(), isa.ISAS["portable"])
+    return own, nvfp4_search.load(library.cpp_compiler(), RUNNABLE["portable"])
 
 
 @pytest.mark.parametrize("size, blocks, paths", [(16, 7, 5), (16, 9, 40), (32, 5, 3), (16, 1, 1)])

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 from joint_graph import joint_graph, make
+from module_of import ModuleOf
 from torch import Tensor, fx, nn
 
 from fp8_compile.kernels.formats import E4M3, E4M3_FNUZ, E5M2, E5M2_FNUZ
@@ -364,16 +365,9 @@ def test_a_stack_of_a_symbolic_number_of_products_is_skipped() -> None:
 
 
 def test_a_size_that_depends_on_values_is_skipped_where_padding_or_blocks_need_it() -> None:
-    class Selected(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = nn.Parameter(torch.randn(32, 32))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x[x.sum(-1) > 0] @ self.w
-
+    selected = ModuleOf(lambda self, x: x[x.sum(-1) > 0] @ self.w, w=nn.Parameter(torch.randn(32, 32)))
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        joint = joint_graph(Selected(), torch.randn(16, 32))
+        joint = joint_graph(selected, torch.randn(16, 32))
     sites = joint.matmuls()
     assert sites
     for site in sites:

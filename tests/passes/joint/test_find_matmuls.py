@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from joint_graph import JointGraph, joint_graph
+from module_of import ModuleOf
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 from unnamed import Unnamed
@@ -94,15 +95,8 @@ def test_a_backward_matmul_without_a_link_is_still_told_by_the_origin_of_its_ope
 
 
 def test_a_module_called_twice_keeps_its_two_calls_apart() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(32, 32, bias=False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(torch.sin(self.layer(x)))
-
-    first, second, *backward = joint_graph(Twice(), given(2, 8, 32)).matmuls()
+    twice = ModuleOf(lambda self, x: self.layer(torch.sin(self.layer(x))), layer=nn.Linear(32, 32, bias=False))
+    first, second, *backward = joint_graph(twice, given(2, 8, 32)).matmuls()
     assert [(site.gemm, site.forward) for site in backward] == [
         ("grad_weight", second),
         ("grad_input", second),
@@ -243,20 +237,15 @@ def test_einsum_is_found_as_the_product_it_becomes() -> None:
 
 
 def test_fused_attention_has_a_row_forward_and_backward() -> None:
-    class Attention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.qkv = nn.Linear(32, 96)
+    def attention(self: ModuleOf, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(2, 8, 3, 2, 16).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(q, k, v)
 
-        def forward(self, x: Tensor) -> Tensor:
-            q, k, v = self.qkv(x).view(2, 8, 3, 2, 16).permute(2, 0, 3, 1, 4)
-            return F.scaled_dot_product_attention(q, k, v)
-
-    sites = joint_graph(Attention(), given(2, 8, 32)).matmuls()
-    attention = [site for site in sites if isinstance(site, OtherMatmul)]
-    assert [(site.gemm, site.shape) for site in attention] == [("output", (2, 2, 8, 16)), ("grad_input", (2, 2, 8, 16))]
-    assert {site.reason for site in attention} == {"attention kernel: activation by activation stays in high precision"}
-    assert all(site.op.startswith("_scaled_dot_product") for site in attention)
+    sites = joint_graph(ModuleOf(attention, qkv=nn.Linear(32, 96)), given(2, 8, 32)).matmuls()
+    others = [site for site in sites if isinstance(site, OtherMatmul)]
+    assert [(site.gemm, site.shape) for site in others] == [("output", (2, 2, 8, 16)), ("grad_input", (2, 2, 8, 16))]
+    assert {site.reason for site in others} == {"attention kernel: activation by activation stays in high precision"}
+    assert all(site.op.startswith("_scaled_dot_product") for site in others)
     linear = [site for site in sites if isinstance(site, Matmul)]
     assert [(site.module, site.gemm) for site in linear] == [
         ("qkv", "output"),

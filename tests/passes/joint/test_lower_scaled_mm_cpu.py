@@ -8,6 +8,7 @@ import pytest
 import torch
 from graph_text import ops
 from joint_graph import Step, joint_graph, make, random_inputs, run, run_passes
+from module_of import ModuleOf
 from torch import Tensor, nn
 from uncompiled import UncompiledBackend
 
@@ -48,16 +49,11 @@ def test_a_value_that_is_not_finite_reaches_the_results_that_read_it(recipe: str
 
 
 def test_the_models_own_fp8_matmul_is_left_alone() -> None:
-    class Own(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(32, 32)
-
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.layer(x)
-            q, one = h.detach().to(torch.float8_e4m3fn), torch.ones(())
-            return h + torch._scaled_mm(q, q.t(), one, one, out_dtype=torch.float32)
+    def own(self: ModuleOf, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        q, one = h.detach().to(torch.float8_e4m3fn), torch.ones(())
+        return h + torch._scaled_mm(q, q.t(), one, one, out_dtype=torch.float32)
 
     backend = UncompiledBackend()
-    torch.compile(Own(), backend=backend)(torch.randn(32, 32))
+    torch.compile(ModuleOf(own, layer=nn.Linear(32, 32)), backend=backend)(torch.randn(32, 32))
     assert [row.reason for row in backend.reports[0].skipped] == ["the model's own FP8 matmul"]

@@ -7,7 +7,8 @@ import pytest
 import torch
 from graph_text import op_name, ops, render
 from joint_graph import Step, assert_gpu_accepts, assert_numbers, fp8_product, joint_graph, make, run_passes
-from torch import Tensor, nn
+from module_of import ModuleOf
+from torch import nn
 
 aten = torch.ops.aten
 
@@ -145,15 +146,8 @@ def test_the_cpu_takes_odd_sizes_without_padding(recipe: str) -> None:
 
 
 def test_a_weight_on_the_left_keeps_its_tiles_on_a_gpu() -> None:
-    class WeightByInput(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = nn.Parameter(torch.randn(256, 128))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.w @ x
-
-    joint = joint_graph(WeightByInput(), torch.randn(128, 24, requires_grad=True))
+    weight_by_input = ModuleOf(lambda self, x: self.w @ x, w=nn.Parameter(torch.randn(256, 128)))
+    joint = joint_graph(weight_by_input, torch.randn(128, 24, requires_grad=True))
     steps = run_passes(joint, make("cuda:90", recipe="blockwise"))
     assert steps[1].changes == 3
     assert assert_gpu_accepts(steps[-1].graph) == 3

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from graph_text import op_name, ops
 from joint_graph import apply, joint_graph, make, random_inputs, run, run_passes
+from module_of import ModuleOf
 from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
@@ -136,16 +137,12 @@ def test_sharing_changes_no_number() -> None:
 
 
 def test_a_layer_used_inside_and_outside_of_a_checkpoint_is_quantized_in_each() -> None:
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(32, 32, bias=False)
+    def checkpointed(self: ModuleOf, x: Tensor) -> Tensor:
+        outside = torch.sin(self.layer(x))
+        return outside + checkpoint(lambda x: torch.sin(self.layer(x)), x, use_reentrant=False)
 
-        def forward(self, x: Tensor) -> Tensor:
-            outside = torch.sin(self.layer(x))
-            return outside + checkpoint(lambda x: torch.sin(self.layer(x)), x, use_reentrant=False)
-
-    joint = joint_graph(Checkpointed(), torch.randn(2, 8, 32, requires_grad=True))
+    model = ModuleOf(checkpointed, layer=nn.Linear(32, 32, bias=False))
+    joint = joint_graph(model, torch.randn(2, 8, 32, requires_grad=True))
     shared = run_passes(joint, make("cpu"))[2].graph
     quantizes = [node for node in shared.nodes if op_name(node) == "quantize"]
     outside, inside = [node.meta.get("ac_graph_id") for node in quantizes if node.args[0].name == "primals_1"]

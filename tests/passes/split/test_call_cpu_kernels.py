@@ -10,6 +10,7 @@ import pytest
 import torch
 from graph_text import describe, op_name, ops, render
 from joint_graph import Split, apply, assert_same_results, copy_graph, random_inputs, split
+from module_of import ModuleOf
 from torch import Tensor, fx, nn
 
 from fp8_compile.passes.split.call_cpu_kernels import CallCpuKernels
@@ -184,15 +185,11 @@ def test_symbolic_sizes_give_the_same_bits() -> None:
 
 
 def test_a_cast_of_the_users_own_is_left_alone() -> None:
-    class Rounded(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(32, 32, bias=False)
+    def rounded(self: ModuleOf, x: Tensor) -> Tensor:
+        return self.layer(x).to(torch.float8_e4m3fn).to(torch.float32) * x
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(x).to(torch.float8_e4m3fn).to(torch.float32) * x
-
-    made = split(Rounded(), torch.randn(2, 9, 32, requires_grad=True), target="cpu")
+    model = ModuleOf(rounded, layer=nn.Linear(32, 32, bias=False))
+    made = split(model, torch.randn(2, 9, 32, requires_grad=True), target="cpu")
     after, _ = called(made.forward)
     assert ops(after)["to"] == 2
     assert_same_results(made.forward, after, random_inputs(made.forward))
