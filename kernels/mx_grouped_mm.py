@@ -24,7 +24,8 @@ from torch import Tensor
 from .define_op import define
 from .mx_swizzled import COLUMNS, PIECE, ROWS, unswizzle
 from .mxfp8 import SIZE, mx_mm_op
-from .operands import ANY, check
+from .operands import ANY, INDICES, check, check_value
+from .quantize import HIGH_PRECISION
 from .scaled_grouped_mm import bounds, new_result
 
 MULTIPLE = 128  # of the ends of groups on a GPU: of the rows, or four scales, that the hardware reads at once
@@ -36,7 +37,7 @@ def mx_grouped_mm(
     """Both formulas; which one, the dimensions of ``right`` say."""
     out = new_result(left, right, ends, out_dtype).zero_()
     by_rows = right.dim() == 3
-    for group, (start, end) in enumerate(bounds(ends, tokens=left.shape[0 if by_rows else 1])):
+    for group, (start, end) in enumerate(bounds(ends, tokens=left.shape[0 if by_rows else 1], op="mx_grouped_mm")):
         some = slice(start, end)
         if by_rows:
             scales = scale_left[some], scale_right[group]
@@ -93,11 +94,16 @@ def scales_by_group(flat: Tensor, ends: Tensor, outer: int | torch.SymInt) -> Te
 def _checked(
     left: Tensor, right: Tensor, ends: Tensor, scale_left: Tensor, scale_right: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
-    name, e4m3 = "mx_grouped_mm", (torch.float8_e4m3fn,)
+    name, e4m3, bytes_ = "mx_grouped_mm", (torch.float8_e4m3fn,), (torch.uint8,)
     check(name, "left", left, e4m3, (ANY, ANY))
+    check(name, "ends", ends, INDICES, (ANY,))
     inner = left.shape[1]
-    check(name, "right", right, e4m3, (inner, ANY) if right.dim() == 2 else (ends.shape[0], inner, ANY))
-    check(name, "scale_left", scale_left, (torch.uint8,), (left.shape[0], -(-inner // SIZE)))
+    stack = () if right.dim() == 2 else (ends.shape[0],)
+    check(name, "right", right, e4m3, (*stack, inner, ANY))
+    n, blocks = right.shape[-1], -(-inner // SIZE)
+    check(name, "scale_left", scale_left, bytes_, (left.shape[0], blocks))
+    check(name, "scale_right", scale_right, bytes_, (*stack, blocks, n), (*stack, blocks, -(-n // SIZE)))
+    check_value(name, "out_dtype", out_dtype, HIGH_PRECISION)
     return mx_grouped_mm(left, right, ends, scale_left, scale_right, out_dtype)
 
 

@@ -46,14 +46,14 @@ def new_result(left: Tensor, right: Tensor, offsets: Tensor, out_dtype: torch.dt
     return left.new_empty((*groups, left.shape[0], right.shape[-1]), dtype=out_dtype)
 
 
-def bounds(offsets: Tensor, *, tokens: int) -> Iterator[tuple[int, int]]:
+def bounds(offsets: Tensor, *, tokens: int, op: str = "scaled_grouped_mm") -> Iterator[tuple[int, int]]:
     """Where each group begins and ends. Offsets that fall, or that are after the last token, are an error: whoever
     multiplies by them would read memory that is not there."""
     start = 0
     for end in (ends := offsets.tolist()):
         if not start <= end <= tokens:
             raise RuntimeError(
-                "fp8_compile::scaled_grouped_mm: offsets of groups must not fall, and not exceed the number of tokens, "
+                f"fp8_compile::{op}: offsets of groups must not fall, and not exceed the number of tokens, "
                 f"{tokens}; got {ends}. Expected where each group ends: torch.cumsum of the groups' sizes"
             )
         yield start, end

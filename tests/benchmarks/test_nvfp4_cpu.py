@@ -11,7 +11,7 @@ def test_every_contender_is_timed_and_compared(
 ) -> None:
     monkeypatch.setattr(nvfp4_cpu, "BEYOND_CACHES", 1 << 18)
     few, many = (nvfp4_cpu.measure(128, 256, m, cold=True, rounds=2, ggml=None) for m in (1, 20))
-    ours, torchs = {"nvfp4 int8", "nvfp4 bf16", "nvfp4 fp32"}, {"torch bf16", "torch fp32"}
+    ours, torchs = {"nvfp4 int8", "nvfp4 bf16", "nvfp4 fp32", "int8, 4 KB"}, {"torch bf16", "torch fp32"}
     assert set(many["ms"]) == ours | torchs and set(few["ms"]) == ours | torchs | {"torch int4", "read"}
     assert all(took > 0 for took in few["ms"].values())
     few["ms"].update({"nvfp4 int8": 0.5, "torch bf16": 2.0, "torch fp32": 4.0, "torch int4": 1.0, "read": 0.4})

@@ -128,3 +128,28 @@ def test_a_contraction_over_groups_that_share_a_block_is_refused() -> None:
     q, scale = torch.zeros(64, 64).to(torch.float8_e4m3fn), torch.zeros(64, 2, dtype=torch.uint8)
     with pytest.raises(RuntimeError, match=r"ends: expected multiples of 32.*got \[16, 64\]"):
         mx_grouped_mm_op(q, q, torch.tensor([16, 64], dtype=torch.int32), scale, scale.t(), torch.float32)
+
+
+WRONG = {
+    "left": torch.zeros(64, 96),
+    "right": torch.zeros(3, 96, 32).to(torch.float8_e4m3fn),
+    "ends": torch.tensor([16.0, 64.0]),
+    "scale_left": torch.zeros(64, 4, dtype=torch.uint8),
+    "scale_right": torch.zeros(1, 3, 32, dtype=torch.uint8),
+    "out_dtype": torch.int8,
+}
+
+
+@pytest.mark.parametrize("argument", WRONG)
+def test_an_operand_that_does_not_fit_is_refused_by_name(argument: str) -> None:
+    given = {
+        "left": torch.zeros(64, 96).to(torch.float8_e4m3fn),
+        "right": torch.zeros(2, 96, 32).to(torch.float8_e4m3fn),
+        "ends": torch.tensor([16, 64], dtype=torch.int32),
+        "scale_left": torch.zeros(64, 3, dtype=torch.uint8),
+        "scale_right": torch.zeros(2, 3, 32, dtype=torch.uint8),
+        "out_dtype": torch.bfloat16,
+    }
+    assert mx_grouped_mm_op(*given.values()).shape == (64, 32)
+    with pytest.raises(RuntimeError, match=f"fp8_compile::mx_grouped_mm: {argument}: expected .* got"):
+        mx_grouped_mm_op(*{**given, argument: WRONG[argument]}.values())

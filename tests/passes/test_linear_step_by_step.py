@@ -38,7 +38,7 @@ def on_gpu(linear: JointGraph) -> list[Step]:
 
 def gemms_and_casts(node: fx.Node) -> bool:
     """What carries a matmul: not the arithmetic of a scale, which has a golden test in test_lower_quantizes.py."""
-    return op_name(node) in ("mm", "_scaled_mm", "scaled_product", "to", "bitcast", "clone", "pad")
+    return op_name(node) in ("mm", "_scaled_mm", "scaled_product", "to", "cast", "bitcast", "clone", "pad")
 
 
 def test_each_pass_reports_how_many_places_it_changed(on_cpu: list[Step], on_gpu: list[Step]) -> None:
@@ -58,11 +58,12 @@ def test_each_pass_reports_how_many_places_it_changed(on_cpu: list[Step], on_gpu
 
 
 def test_matmuls_become_fp8_gemms_and_on_the_cpu_calls_of_our_gemm(on_cpu: list[Step], on_gpu: list[Step]) -> None:
-    kinds = ("mm", "quantize", "_scaled_mm", "amax", "scaled_mm")
+    kinds = ("mm", "quantize", "_scaled_mm", "amax", "scaled_mm", "scales", "cast")
     counts = [[ops(step.graph).get(kind, 0) for kind in kinds] for step in on_cpu]
-    assert counts == [[3, 0, 0, 0, 0], [0, 6, 3, 0, 0], [0, 3, 3, 0, 0], [0, 0, 3, 3, 0], [0, 0, 0, 3, 3]]
+    before_lowering = [[3, 0, 0, 0, 0, 0, 0], [0, 6, 3, 0, 0, 0, 0], [0, 3, 3, 0, 0, 0, 0]]
+    assert counts == [*before_lowering, [0, 0, 3, 0, 0, 3, 3], [0, 0, 0, 0, 3, 3, 3]]
     counts = [[ops(step.graph).get(kind, 0) for kind in kinds] for step in on_gpu]
-    assert counts == [[3, 0, 0, 0, 0], [0, 6, 3, 0, 0], [0, 3, 3, 0, 0], [0, 0, 3, 3, 0]]
+    assert counts == [*before_lowering, [0, 0, 3, 3, 0, 0, 0]]
 
 
 @pytest.mark.parametrize("target", ["cpu", "cuda:90"])
@@ -126,29 +127,21 @@ def test_golden_on_the_cpu_after_sharing(on_cpu: list[Step]) -> None:
 
 def test_golden_on_the_cpu_after_lowering_quantizes(on_cpu: list[Step]) -> None:
     expecttest.assert_expected_inline(render(on_cpu[3].graph, gemms_and_casts), """\
-to: e4m3[8, 32] = to(clamp_max, e4m3)
-to_1: e4m3[64, 32] = to(clamp_max_1, e4m3)
-_scaled_mm: f32[8, 64] = _scaled_mm(to, to_1.T, add, add_1.T)
-to_2: e5m2[8, 64] = to(clamp_max_2, e5m2)
-_scaled_mm_1: f32[64, 32] = _scaled_mm(to_2.T, to, add_2.T, add)
-_scaled_mm_2: f32[8, 32] = _scaled_mm(to_2, to_1, add_2, add_1)
+cast: e4m3[8, 32] = cast(primals_2, quant_scale=scales[0], dtype=e4m3, block=[-1, -1])
+cast_1: e4m3[64, 32] = cast(primals_1, quant_scale=scales_1[0], dtype=e4m3, block=[-1, -1])
+_scaled_mm: f32[8, 64] = _scaled_mm(cast, cast_1.T, scales[1], scales_1[1].T)
+cast_2: e5m2[8, 64] = cast(tangents_1, quant_scale=scales_2[0], dtype=e5m2, block=[-1, -1])
+_scaled_mm_1: f32[64, 32] = _scaled_mm(cast_2.T, cast, scales_2[1].T, scales[1])
+_scaled_mm_2: f32[8, 32] = _scaled_mm(cast_2, cast_1, scales_2[1], scales_1[1])
 return _scaled_mm, _scaled_mm_1, _scaled_mm_2
 """)
 
 
 def test_golden_on_the_cpu_after_lowering_gemms(on_cpu: list[Step]) -> None:
     expecttest.assert_expected_inline(render(on_cpu[4].graph, gemms_and_casts), """\
-to: e4m3[8, 32] = to(clamp_max, e4m3)
-to_1: e4m3[64, 32] = to(clamp_max_1, e4m3)
-to_2: e5m2[8, 64] = to(clamp_max_2, e5m2)
-bitcast: i8[64, 8]T = bitcast(to_2.T, i8)
-bitcast_1: e5m2[64, 8]T = bitcast(bitwise_or, e5m2)
-bitcast_2: i8[8, 32] = bitcast(to, i8)
-bitcast_3: e4m3[8, 32] = bitcast(bitwise_or_1, e4m3)
-bitcast_4: i8[8, 64] = bitcast(to_2, i8)
-bitcast_5: e5m2[8, 64] = bitcast(bitwise_or_2, e5m2)
-bitcast_6: i8[64, 32] = bitcast(to_1, i8)
-bitcast_7: e4m3[64, 32] = bitcast(bitwise_or_3, e4m3)
+cast: e4m3[8, 32] = cast(primals_2, quant_scale=scales[0], dtype=e4m3, block=[-1, -1])
+cast_1: e4m3[64, 32] = cast(primals_1, quant_scale=scales_1[0], dtype=e4m3, block=[-1, -1])
+cast_2: e5m2[8, 64] = cast(tangents_1, quant_scale=scales_2[0], dtype=e5m2, block=[-1, -1])
 return scaled_mm, scaled_mm_1, scaled_mm_2
 """)
 

@@ -106,7 +106,7 @@ def test_a_row_that_is_left_out_calls_the_original(monkeypatch: pytest.MonkeyPat
     calls = patches._replacement("tile_sum", original, lambda self, original, x: original(self, x) + 100)
     monkeypatch.setattr(Owner, "method", calls)
     assert Owner().method(1) == 101
-    fixed = patches._replacement("tile_sum", lambda x: x, lambda original, x: original(x) + 100, static=True)
+    fixed = patches._replacement("tile_sum", lambda x: x, lambda original, x: original(x) + 100, no_self=True)
     assert fixed(1) == 101
     with patches.without("tile_sum"):
         assert Owner().method(1) == 1 and fixed(1) == 1

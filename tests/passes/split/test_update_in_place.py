@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Callable, Sequence
 
 import expecttest
@@ -116,23 +117,24 @@ def test_each_half_writes_to_its_own_page_and_to_no_other(three_layers: Split) -
 
 
 def test_golden_of_the_state_in_both_halves(one_layer: Split) -> None:
-    kept = ("update_scales_", "record_amaxes_", "empty_like", "amax", "quantize_delayed")
+    kept = ("update_scales_", "record_amaxes_", "empty_like")
     text = "".join(
         render(in_place(graph)[0], lambda node: op_name(node) in kept).rpartition("return")[0]
         for graph in (one_layer.forward, one_layer.backward)
     )
+    # On a CPU one call of C++ gives the amax, and on a GPU Inductor fuses it.
+    read = {"cpu": r"quantize_delayed(_\d)?\[3\]", "cuda:90": r"amax(_\d)?"}[one_layer.report.target]
+    text, recorded = re.subn(rf"(?<=[\[ ]){read}(?=[,\]])", "<amax>", text)
+    assert recorded == 3
     expecttest.assert_expected_inline(text, """\
 empty_like: f32[2, 32] = empty_like(primals_5)
 update_scales_: None = update_scales_(primals_3, primals_4, primals_5, primals_6, primals_7, empty_like, 448.0, max,
     1)
-quantize_delayed: (e4m3[0], f32[1, 1], f32[1, 1], f32[1, 1]) = quantize_delayed(primals_2, select_1, e4m3, False)
-quantize_delayed_1: (e4m3[0], f32[1, 1], f32[1, 1], f32[1, 1]) = quantize_delayed(primals_1, select_2, e4m3, False)
-record_amaxes_: None = record_amaxes_(primals_3, [quantize_delayed[3], quantize_delayed_1[3]], [0, 1])
+record_amaxes_: None = record_amaxes_(primals_3, [<amax>, <amax>], [0, 1])
 empty_like: f32[2, 32] = empty_like(primals_10)
 update_scales_: None = update_scales_(primals_8, primals_9, primals_10, primals_11, primals_12, empty_like, 57344.0,
     max, 1)
-quantize_delayed: (e5m2[0], f32[1, 1], f32[1, 1], f32[1, 1]) = quantize_delayed(tangents_1, select_1, e5m2, False)
-record_amaxes_: None = record_amaxes_(primals_8, [quantize_delayed[3]], [0])
+record_amaxes_: None = record_amaxes_(primals_8, [<amax>], [0])
 """)
 
 
