@@ -17,6 +17,8 @@ reads x anyway.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
@@ -39,7 +41,7 @@ def layout(offsets: Tensor, rows: Size, multiple: int) -> tuple[Tensor, Tensor, 
 
     def moved(size: Size, by: Tensor, first: Tensor, other_first: Tensor, last: Tensor) -> Tensor:
         """Rows counted from the beginning of their group in the other layout; -1 beyond its last one."""
-        row = torch.arange(size, device=offsets.device, dtype=torch.int32)
+        row = torch.arange(cast(int, size), device=offsets.device, dtype=torch.int32)
         group = torch.bucketize(row, by, out_int32=True, right=True).clamp_max(groups - 1)
         other = row - first[group] + other_first[group]
         return torch.where(other < last[group], other, -1)

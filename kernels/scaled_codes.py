@@ -21,6 +21,9 @@ class ScaledCodes(NamedTuple):
     def shape(self) -> tuple[int, int]:
         return self.codes.shape[0], self.codes.shape[1]
 
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        raise NotImplementedError
+
     def to(self, device: torch.device | str) -> Self:
         return type(self)(self.codes.to(device), self.scales.to(device))
 

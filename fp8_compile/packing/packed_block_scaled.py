@@ -73,24 +73,32 @@ class BlockScaledLinear(BlockScaled, PackedLinear):
 class FP8BlockLinear(BlockScaledLinear):
     """scales fp32 [ceil(N / 128), ceil(K / 128)]."""
 
-    kernels, title, matrix_type = fp8_blocks, "FP8 by blocks", FP8Blocks
+    kernels: ClassVar[ModuleType] = fp8_blocks
+    title = "FP8 by blocks"
+    matrix_type = FP8Blocks
     words = "inputs e4m3, dynamic scale per 128 values"
 
 
 class FP8BlockStack(BlockScaled, PackedStack):
     """codes [E, N, K], scales fp32 [E, ceil(N / 128), ceil(K / 128)]."""
 
-    kernels, title, matrix_type = fp8_blocks, "FP8 by blocks", FP8Blocks
+    kernels: ClassVar[ModuleType] = fp8_blocks
+    title = "FP8 by blocks"
+    matrix_type = FP8Blocks
 
 
 class MXFP8Linear(BlockScaledLinear):
     """scales uint8 [N, ceil(K / 32)], or one per tile of 32 x 32. Values are exact in bf16 and FP32."""
 
-    kernels, title, matrix_type = mx_weight, "MXFP8", MXWeight
+    kernels: ClassVar[ModuleType] = mx_weight
+    title = "MXFP8"
+    matrix_type = MXWeight
     words = "inputs mxfp8"
 
 
 class MXFP8Stack(BlockScaled, PackedStack):
     """codes [E, N, K], scales uint8 [E, N, ceil(K / 32)], or per tile."""
 
-    kernels, title, matrix_type = mx_weight, "MXFP8", MXWeight
+    kernels: ClassVar[ModuleType] = mx_weight
+    title = "MXFP8"
+    matrix_type = MXWeight

@@ -38,7 +38,6 @@ class PackedStack(PackedWeight):
     out_features: int  # N
     in_features: int  # K
     transposed: bool  # True if the module reads them as [K, N]
-    static_inputs: bool | None = None  # as of a layer; None: inputs are exact
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, transposed: bool, parts: dict[str, Tensor]) -> None:
         super().__init__()
@@ -57,6 +56,11 @@ class PackedStack(PackedWeight):
         """One expert's packed weight in the standard layout."""
         made: Matrix = self.matrix_type(*(getattr(self, name)[expert] for name in type(self).packed))
         return made
+
+    @property
+    def static_inputs(self) -> bool | None:
+        """As of a layer; None: inputs are exact."""
+        return None
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -183,6 +187,8 @@ class RoundedMatrices(RoundsInputs):
 
 class RoundingStack(RoundsInputs, LazyStack):
     """The whole stack, of which those that are looked up are dequantized."""
+
+    stack: FP8Stack
 
 
 class PackedExperts(nn.Module):

@@ -49,14 +49,16 @@ def shardable(model: nn.Module) -> list[str]:
             continue
         rows = ROWS[module.layout] if isinstance(module, NVFP4Parts) else 1
         kind = type(module)
-        module.wholes = {}
+        wholes = {}
         for name in PARTS:
             if (part := module._buffers.pop(name, None)) is not None:
-                module.wholes[name] = part.shape, part.dtype
+                wholes[name] = part.shape, part.dtype
                 if id(part) not in made:
                     made[id(part)] = nn.Parameter(_units(part, rows), requires_grad=False)
                 module._parameters[name] = made[id(part)]
         module.__class__ = _shardable_class(kind)
+        assert isinstance(module, Shardable)
+        module.wholes = wholes
     return list(modules)
 
 
@@ -81,7 +83,8 @@ class Shardable(PackedWeight):
     def matrix(self, *expert: int) -> Any:
         """The packed weight in the standard layout, gathered if it is sharded: all ranks have to ask for it."""
         held = dict(self._parameters)
-        self._parameters.update({name: whole_of(held[name]) for name in self.wholes})
+        gathered: dict[str, Any] = {name: whole_of(held[name]) for name in self.wholes}
+        self._parameters.update(gathered)
         try:
             return super().matrix(*expert)  # type: ignore[misc]
         finally:
@@ -103,7 +106,7 @@ class Shardable(PackedWeight):
         parts = from_standard(*to_standard(self.codes, self.block_scales, self.layout), layout)
         self.layout = layout
         for name, part in zip(PARTS, parts):
-            self._parameters[name].data = _units(part, ROWS[layout])  # type: ignore[union-attr]
+            self._parameters[name].data = _units(part, ROWS[layout])
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         """Units in the standard order of rows: they are the same on all devices, shard by shard."""
@@ -134,14 +137,14 @@ class Shardable(PackedWeight):
         return _empty, (self.own_class,), self.__dict__
 
 
-def _shardable_class(own: type[PackedWeight]) -> type[nn.Module]:
+def _shardable_class(own: type[PackedWeight]) -> type[PackedWeight]:
     if own not in _classes:
         fields: dict[str, Any] = {name: _part(name) for name in PARTS if name in own.packed}
         _classes[own] = type(own.__name__, (Shardable, own), {**fields, "own_class": own, "__module__": __name__})
     return _classes[own]
 
 
-_classes: dict[type[PackedWeight], type[nn.Module]] = {}
+_classes: dict[type[PackedWeight], type[PackedWeight]] = {}
 
 
 def _part(name: str) -> property:

@@ -45,7 +45,7 @@ def local_part(tensor: Tensor) -> Tensor:
     return getattr(tensor, "_local_tensor", tensor)
 
 
-def is_sharded(tensor: Tensor) -> bool:
+def is_sharded(tensor: Tensor | None) -> bool:
     """True for a DTensor, of which a rank has a part."""
     return hasattr(tensor, "_local_tensor")
 

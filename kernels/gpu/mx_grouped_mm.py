@@ -16,8 +16,8 @@ def multiply(left: Tensor, right: Tensor, ends: Tensor, scale_left: Tensor, scal
     scales_left = _matrix(scale_left, left.shape[0])
     stacked = right.dim() == 3
     scales_right = scale_right.view(right.shape[0], -1) if stacked else _matrix(scale_right, right.shape[1])
-    e8m0 = (scale.view(torch.float8_e8m0fnu) for scale in (scales_left, scales_right))
-    return torch._scaled_grouped_mm(left, right, *e8m0, ends, out_dtype=torch.bfloat16)
+    e8m0_left, e8m0_right = (scale.view(torch.float8_e8m0fnu) for scale in (scales_left, scales_right))
+    return torch._scaled_grouped_mm(left, right, e8m0_left, e8m0_right, ends, out_dtype=torch.bfloat16)
 
 
 def _matrix(flat: Tensor, outer: int) -> Tensor:

@@ -14,7 +14,7 @@ would compute other gradients than an RTX 5090 or a CPU from the same seed.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, Sequence
 
 import torch
 import triton
@@ -354,7 +354,7 @@ def quantize_nvfp4_tiles(
 
 
 def constants(
-    factor: float, block: tuple[int, int], rotated: bool, random: bool, stream: int, four_over_six: bool
+    factor: float, block: Sequence[int], rotated: bool, random: bool, stream: int, four_over_six: bool
 ) -> dict[str, object]:
     """What ``quantize_nvfp4_kernel`` is compiled for, but for the direction and the hardware."""
     return {

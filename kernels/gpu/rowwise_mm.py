@@ -40,8 +40,8 @@ class Operands(NamedTuple):
 
 def by_rows(given: Operands) -> Tensor:
     """torch's gemm with many scales; a RuntimeError where the GPU has none."""
-    *operands, bias, dtype, fast = given
-    return torch._scaled_mm(*operands, bias=bias, out_dtype=dtype, use_fast_accum=fast)
+    left, right, scale_left, scale_right, bias, dtype, fast = given
+    return torch._scaled_mm(left, right, scale_left, scale_right, bias=bias, out_dtype=dtype, use_fast_accum=fast)
 
 
 def by_one_scale(given: Operands) -> Tensor:

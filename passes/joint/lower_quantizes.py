@@ -58,8 +58,8 @@ class LowerQuantizes(GraphPass):
                 whole = list(arguments(node)[2]) == [WHOLE, WHOLE]
                 results = _called(graph, node) if self.calls and whole else _lowered(graph, node)
             replace_results(graph, node, results)
-        whole = graph.find_nodes(op="call_function", target=global_scale_op)
-        for node in whole:
+        global_scales = graph.find_nodes(op="call_function", target=global_scale_op)
+        for node in global_scales:
             with graph.inserting_before(node):
                 scales = inline(graph, global_scale, input_of(node), like=node)
             for scale in scales:
@@ -74,7 +74,7 @@ class LowerQuantizes(GraphPass):
             node.replace_all_uses_with(result)
             graph.erase_node(node)
         inputs += len(rounds)
-        return PassReport(len(nodes) + len(whole) + dequantized + inputs, "quantizes lowered")
+        return PassReport(len(nodes) + len(global_scales) + dequantized + inputs, "quantizes lowered")
 
 
 def _lower_dequantizes(graph: fx.Graph) -> int:
@@ -122,7 +122,5 @@ def _called(graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, fx.Node]:
     return q, dequant_scale
 
 
-def _cast_stochastic(
-    x: torch.Tensor, quant_scale: torch.Tensor, dtype: torch.dtype, block: Block
-) -> torch.Tensor:
+def _cast_stochastic(x: torch.Tensor, quant_scale: torch.Tensor, dtype: torch.dtype, block: Block) -> torch.Tensor:
     return cast_stochastic(x, spread(quant_scale, x.shape, block), dtype)

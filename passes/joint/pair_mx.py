@@ -113,7 +113,8 @@ class Quantizes:
         key = quantize, transposed
         if key not in self.made:
             with self.graph.inserting_before(quantize):
-                self.made[key] = self._make(quantize, *arguments(quantize), transposed, gemm)
+                x, block = arguments(quantize)
+                self.made[key] = self._make(quantize, x, block, transposed, gemm)
         return self.made[key]
 
     def stack_across(self, quantize: fx.Node, experts: int, gemm: fx.Node) -> tuple[fx.Node, ...]:
