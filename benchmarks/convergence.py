@@ -11,7 +11,8 @@ same ratio on text that no run has seen, where the weights that a run ends with 
 shows is the noise of the comparison. To keep it small, activations keep their size from block to block at the
 beginning, a step has 2048 tokens, gradients are clipped, and the learning rate rises for a tenth of the steps and falls
 to 0 in the second half. ``+late``: the forward gemms of the last fifth of the steps are in high precision
-(``fp8_compile.set_precision``). ``formula``: MXFP8 in plain PyTorch, by the formulas of ``kernels/mxfp8.py`` in an
+(``fp8_compile.set_precision``); any other word after a ``+`` is an option of the backend that is True, as in
+``nvfp4+four_over_six+late``. ``formula``: MXFP8 in plain PyTorch, by the formulas of ``kernels/mxfp8.py`` in an
 autograd function, uncompiled: what ``mxfp8`` has to equal on the same weights.
 
 Blocks are compiled one by one, which is what makes many runs affordable. ``--results``: losses are appended to that
@@ -47,6 +48,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--recipes", nargs="+", default=["fp32", "mxfp8", "nvfp4", "nvfp4+late"])
     parser.add_argument("--rate", type=float, default=1e-3, help="the largest learning rate")
     parser.add_argument("--results", type=pathlib.Path, help="a file of losses")
@@ -54,15 +56,15 @@ def main() -> None:
     text = stdlib_text()
     text, held_out = text[: -len(text) // HELD_OUT], text[-len(text) // HELD_OUT :]
     unseen = next(batches(held_out, batch=512, time=TIME, generator=torch.Generator().manual_seed(0)))
-    size = f"{arguments.layers} layers, {arguments.steps} steps of {BATCH * TIME} tokens"
+    size = f"{arguments.layers} layers, d={arguments.width}, {arguments.steps} steps of {BATCH * TIME} tokens"
     print(f"byte LM, {size}; loss over FP32 in the last {LAST}, and held out", flush=True)
     known = _read(arguments.results)
     for seed in arguments.seeds:
-        model = make_model(seed, arguments.layers)
+        model = make_model(seed, arguments.layers, arguments.width)
         source = batches(text, batch=BATCH, time=TIME, generator=torch.Generator().manual_seed(seed))
         data = list(itertools.islice(source, arguments.steps))
         for recipe in (REFERENCE, *arguments.recipes):
-            key = (arguments.steps, arguments.layers, arguments.rate, seed, recipe)
+            key = (arguments.steps, arguments.layers, arguments.width, arguments.rate, seed, recipe)
             if key not in known:
                 known[key] = train(copy.deepcopy(model), data, unseen, recipe, arguments.rate)
                 if arguments.results:
@@ -81,10 +83,10 @@ def _read(path: pathlib.Path | None) -> dict[tuple[Any, ...], tuple[float, float
     return {tuple(key): (loss, held_out) for *key, loss, held_out in map(json.loads, lines)}
 
 
-def make_model(seed: int, layers: int) -> ByteLM:
+def make_model(seed: int, layers: int, width: int = 64) -> ByteLM:
     """Weights that keep the size of activations: then two runs do not drift apart for the least difference."""
     torch.manual_seed(seed)
-    model = ByteLM(layers=layers, d=64, heads=2, hidden=192, context=TIME)
+    model = ByteLM(layers=layers, d=width, heads=width // 32, hidden=3 * width, context=TIME)
     for name, parameter in model.named_parameters():
         if name.startswith("blocks") and parameter.ndim == 2:
             to_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
@@ -101,7 +103,7 @@ def train(
     torch._dynamo.reset()
     torch.manual_seed(0)  # of stochastic rounding
     plain = copy.deepcopy(model)
-    name, _, late = recipe.partition("+")
+    name, *suffixes = recipe.split("+")
     if name == "fp32":
         with torch.no_grad():
             for parameter in model.parameters():
@@ -109,14 +111,14 @@ def train(
     if name == "formula":
         use_formula(model)
     in_fp32 = name in (REFERENCE, "fp32", "formula")
-    options: dict[str, Any] = {} if in_fp32 else {"backend": "fp8", "options": {"recipe": name}}
+    options: dict[str, Any] = {} if in_fp32 else {"backend": "fp8", "options": {"recipe": name, **{key: True for key in suffixes if key != "late"}}}
     for block in model.blocks if name != "formula" else ():
         block.compile(**options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(step / len(data)))
     losses = []
     for step, (tokens, targets) in enumerate(data):
-        if late and step == len(data) * 4 // 5:
+        if "late" in suffixes and step == len(data) * 4 // 5:
             fp8_compile.set_precision(model, output="high")
         loss = model(tokens, targets)
         loss.backward()

@@ -27,6 +27,7 @@ from .graph.weight_grid import WeightGrid
 from .graph_pass import GraphPass
 from .joint.allow_recompute import AllowRecompute
 from .joint.delay_scales import DelayScales
+from .joint.draw_seeds import DrawSeeds
 from .joint.lower_quantizes import LowerQuantizes
 from .joint.lower_scaled_mm_cpu import LowerScaledMmForCpu
 from .joint.multiply_packed import MultiplyPacked, StackNames
@@ -181,6 +182,7 @@ class JointPipeline(Pipeline):
             (self.noted,                                      rewrites and self.noted.applies),
             (UseWeightCache(weights) if weights else None,    rewrites),
             (delay,                                           rewrites),
+            (DrawSeeds(),                                     rewrites and rules.block_scaled == "nvfp4"),
             (PairQuantizes(),                                 rewrites and many_scales and not on_cpu),
             (PairMx(needs_k_contiguous=copies),               rewrites and blocks == "mxfp8"),
             (PairNvfp4(),                                     rewrites and blocks == "nvfp4"),

@@ -28,13 +28,13 @@ def pack(
     calibration: Calibration | None = None,
     exclude: Sequence[str] = (),
     activations: str | None = None,
+    scales: str | nn.Module | None = None,
+    kv_cache: str | None = None,
     *,
     include: Sequence[str] = ("*",),
     block_size: int = 16,
     sequential: bool | None = None,
     progress: bool = True,
-    scales: str | nn.Module | None = None,
-    kv_cache: str | None = None,
     **options: Any,
 ) -> PackReport:
     """Replace the weights of linear layers and experts by packed ones, in place; the report says what became of each.

@@ -156,11 +156,11 @@ _trainings: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Training]] = weakre
 def attach(
     model: nn.Module,
     optimizer: Optimizer,
-    *,
     loss_scale: float | str | LossScaler | None = None,
     master_weights: bool = False,
     weight_cache: bool = True,
     saturation: str | None = None,
+    *,
     amax_reduction: str | None = None,
     process_group: Any = None,
 ) -> Training:

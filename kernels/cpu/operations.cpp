@@ -261,6 +261,28 @@ Delayed quantize_delayed(const Tensor& x, const Tensor& quant_scale, int32_t dty
   return made;
 }
 
+// kernels/cpu/quantize.py: `whole_scale`
+WholeScale whole_scale(const Tensor& x, const Optional& known, double largest) {
+  const char* op = "whole_scale";
+  check(op, "x", x, halves(), {});
+  if (known) check(op, "known", *known, fp32(), {{}, {1}, {1, 1}});
+  const Read read = contiguous(x);
+  const auto one = [] { return new_tensor({1, 1}, float32()); };
+  WholeScale made{one(), one(), one()};
+  const int64_t count = x.count();
+  float unused = 1.0f;  // any scale but 0, which asks for one
+  kernels().fp8_delayed(read->data, x.code(), count, 0, &unused, nullptr, made.amax.as<float>(), threads_for(count, CAST_LEAST_PARALLEL));
+  const float amax = *made.amax.as<const float>(), before = known ? *known->as<const float>() : 0.0f;
+  constexpr float most = std::numeric_limits<float>::max();
+  const bool usable = amax > 0 && amax <= most;
+  // Two roundings, as a number over a tensor has them in PyTorch: reciprocal, then product.
+  const float own = usable ? std::min((1.0f / amax) * float(largest), most) : 1.0f;
+  const float scale = before > 0 ? before : own;
+  *made.scale.as<float>() = scale;
+  *made.inverse.as<float>() = 1.0f / scale;
+  return made;
+}
+
 void update_scales(const Tensor& amaxes, const Tensor& history, const Tensor& scales, const Tensor& counts,
                    const Tensor& room, const Tensor& known, double largest, const std::string& algorithm, int64_t interval) {
   const char* op = "update_scales_";

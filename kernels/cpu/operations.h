@@ -45,6 +45,8 @@ Two quantize_delayed_mm(const Tensor& x, const Tensor& quant_scale, const Tensor
                         const Optional& bias, bool e5m2);
 struct Delayed { Owned codes, used_scale, dequant_scale, amax; };
 Delayed quantize_delayed(const Tensor& x, const Tensor& quant_scale, int32_t dtype, bool wanted);
+struct WholeScale { Owned scale, inverse, amax; };
+WholeScale whole_scale(const Tensor& x, const Optional& known, double largest);
 void update_scales(const Tensor& amaxes, const Tensor& history, const Tensor& scales, const Tensor& counts,
                    const Tensor& room, const Tensor& known, double largest, const std::string& algorithm, int64_t interval);
 // accumulate: what is recorded already stays.

@@ -3,6 +3,7 @@
     scales(x)                   -> quant_scale, dequant_scale     kernels/quantize.py, first half
     cast(x, scale)              -> q: fp8                         second half
     quantize_delayed(x, scale)  -> q and the amax in one read     kernels/delayed_scaling.py
+    whole_scale(x, scale)       -> enc, dequant and the amax      kernels/nvfp4_training.py, global_scale
 
 Inductor generates code for the model alone, and compiles about as fast as without us. Blocks are the whole tensor, rows
 or columns; tiles are left to Inductor.
@@ -83,6 +84,26 @@ def _new_delayed(
     return x.new_empty(x.shape if wanted else (0,), dtype=dtype), used_scale, dequant_scale, amax
 
 
+def _checked_whole(x: Tensor, known: Tensor | None, largest: float) -> tuple[Tensor, Tensor, Tensor]:
+    check("whole_scale", "x", x, DTYPES)
+    if known is not None:
+        check("whole_scale", "known", known, FP32, *ONE)
+    return whole_scale(x, known, largest)
+
+
+def whole_scale(x: Tensor, known: Tensor | None, largest: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The formula in plain PyTorch."""
+    amax = reference.block_amax(x.reshape(1, -1), (WHOLE, WHOLE))
+    first = torch.zeros_like(amax) if known is None else known.reshape(1, 1)
+    scale = delayed_reference.first_scale(first, amax, largest)
+    return scale, scale.reciprocal(), amax
+
+
+def _new_whole(x: Tensor, known: Tensor | None, largest: float) -> tuple[Tensor, Tensor, Tensor]:
+    scale, inverse, amax = (x.new_empty((1, 1), dtype=torch.float32) for _ in range(3))
+    return scale, inverse, amax
+
+
 scales_op = define(
     "scales(Tensor x, ScalarType dtype, int[2] block) -> (Tensor quant_scale, Tensor dequant_scale)",
     reference.scales,
@@ -102,4 +123,11 @@ quantize_delayed_op = define(
     quantize_delayed,
     _new_delayed,
     cpu=_checked_delayed,
+)
+# The scale of a tensor whose blocks have scales, too. known: [1, 1], 0 where there is none yet; None: always x's own.
+whole_scale_op = define(
+    "whole_scale(Tensor x, Tensor? known, float largest) -> (Tensor scale, Tensor inverse, Tensor amax)",
+    whole_scale,
+    _new_whole,
+    cpu=_checked_whole,
 )

@@ -144,6 +144,9 @@ void put(Delayed result, StableIValue* stack) {
   stack[0] = given_away(result.codes), stack[1] = given_away(result.used_scale);
   stack[2] = given_away(result.dequant_scale), stack[3] = given_away(result.amax);
 }
+void put(WholeScale result, StableIValue* stack) {
+  stack[0] = given_away(result.scale), stack[1] = given_away(result.inverse), stack[2] = given_away(result.amax);
+}
 
 // `formula`: the operation for what there is no kernel for, if there is such.
 template <auto run, const char* formula = nullptr> struct Boxed;
@@ -200,6 +203,7 @@ const Implementation IMPLEMENTATIONS[] = {
     {"quantize_mm", Boxed<&quantize_mm>::function},
     {"quantize_delayed_mm", Boxed<&quantize_delayed_mm>::function},
     {"quantize_delayed", Boxed<&quantize_delayed>::function},
+    {"whole_scale", Boxed<&whole_scale>::function},
     {"update_scales_", Boxed<&update_scales>::function},
     {"record_amaxes_", Boxed<&record>::function},
     {"accumulate_amaxes_", Boxed<&accumulate>::function},

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fp8_compile.kernels.cpu.quantize import quantize_delayed_op
+from fp8_compile.kernels.cpu.quantize import quantize_delayed_op, whole_scale_op
 from fp8_compile.kernels.delayed_scaling import (
     DEQUANT,
     QUANT,
@@ -67,6 +67,7 @@ class DelayScales(GraphPass):
     two calls of C++ do for amax, scales and cast.
     After:   _, used, s, amax = fp8_compile.quantize_delayed(x, known[0, row], float8_e4m3fn, wanted=False)
              q = fp8_compile.cast(x, used)
+    NVFP4:   enc, dequant, amax = fp8_compile.whole_scale(x, known[0, row], 6.0)
 
     ``held``: the update is made elsewhere, once the amaxes of all ranks are known. Inductor removes the clone; autograd
     then makes sure that backward has the scales that its forward had.
@@ -129,14 +130,14 @@ class DelayScales(GraphPass):
         scales = Mark(kind=Kind.SCALES, quantize=(dtype, (block[0], block[1])), delayed=index if casts else None)
         cast = dataclasses.replace(scales, kind=Kind.CAST)
         backward = table.tags if table.tags == _tag(BACKWARD) else {}
-        calls = self.calls and casts
         with graph.inserting_before(node):
-            if calls:
-                quant_scale, dequant_scale, amax = _called(graph, x, table, row, dtype, like=node, tags=backward)
+            if self.calls:
+                called = _called if casts else _whole_called
+                quant_scale, dequant_scale, amax = called(graph, x, table, row, dtype, like=node, tags=backward)
             else:
                 quant_scale, dequant_scale = inline(graph, of_row, table.known, row, like=node, tags=backward)
                 amax = inline(graph, block_amax, x, block, like=node, mark=scales)
-            if self.look_first and not calls:
+            if self.look_first and not self.calls:
                 known = (quant_scale, amax, table.largest)
                 quant_scale, dequant_scale = inline(graph, _look_first, *known, like=node, mark=scales)
                 for which, scale in ((QUANT, quant_scale), (DEQUANT, dequant_scale)):
@@ -147,7 +148,7 @@ class DelayScales(GraphPass):
                 q = quant_scale
             elif mark_of(node).stochastic:
                 q = inline(graph, cast_stochastic, x, quant_scale, dtype, like=node)
-            elif calls:
+            elif self.calls:
                 q = call_cast(graph, x, quant_scale, dtype, block, like=node)
             else:
                 q = inline(graph, cast_delayed, x, quant_scale, dtype, like=node, mark=cast)
@@ -156,7 +157,7 @@ class DelayScales(GraphPass):
             counted = None
             if self.stats and casts:
                 counted = inline(graph, count, x, q, quant_scale, dequant_scale, table.largest, like=node)
-        if casts and not calls:
+        if casts and not self.calls:
             set_mark(amax, scale=AMAX)
         table.record(row, amax, counted)
         replace_results(graph, node, (q, dequant_scale))
@@ -178,6 +179,24 @@ def _called(
     call.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     quant_scale, dequant_scale, amax = (getitem(graph, call, which) for which in (1, 2, 3))
     return quant_scale, dequant_scale, amax
+
+
+def _whole_called(
+    graph: fx.Graph,
+    x: fx.Node,
+    table: TableInGraph,
+    row: int,
+    dtype: torch.dtype,
+    *,
+    like: fx.Node,
+    tags: Mapping[str, Any],
+) -> tuple[fx.Node, fx.Node, fx.Node]:
+    """The same where only the scale of the tensor is asked for."""
+    known = emit(graph, aten.select.int, table.quant_scales(like, tags), 0, row, like=like, tags=tags)
+    call = emit(graph, whole_scale_op, x, known, table.largest, like=like)
+    call.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    scale, inverse, amax = (getitem(graph, call, which) for which in range(3))
+    return scale, inverse, amax
 
 
 def delayed_nodes(graph: fx.Graph) -> list[fx.Node]:

@@ -6,11 +6,11 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fp8_compile.kernels.cpu.quantize import scales_op
+from fp8_compile.kernels.cpu.quantize import scales_op, whole_scale_op
 from fp8_compile.kernels.dequantize_operand import FORMULAS
 from fp8_compile.kernels.nvfp4.inputs import round_inputs_op as nvfp4_round_op
 from fp8_compile.kernels.nvfp4.inputs import written_out
-from fp8_compile.kernels.nvfp4_training import global_scale, global_scale_op
+from fp8_compile.kernels.nvfp4_training import LARGEST, global_scale, global_scale_op
 from fp8_compile.kernels.quantize import WHOLE, Block, cast, quantize_op, scales, spread
 from fp8_compile.kernels.stochastic_cast import cast_stochastic
 
@@ -38,11 +38,12 @@ class LowerQuantizes(GraphPass):
     two calls of C++ do for all of that. Fewer nodes take less time to compile.
     After:   quant_scale, s = fp8_compile.scales(x);  q = fp8_compile.cast(x, quant_scale)
 
+    NVFP4:   enc, dequant, _ = fp8_compile.whole_scale(x, None, 6.0)
+
     With a scale per row the ops stay plain: of a quantize that is for backward alone, the partitioner weighs what it
     reads by how many operations there are, and would save x in bf16. Tiles are left to Inductor.
 
-    The inputs of
-    packed FP8 weights (``quantize_inputs``) stay one call on a CPU. What codes stand for, in products of backward that
+    The inputs of packed FP8 weights (``quantize_inputs``) stay one call on a CPU. What codes stand for, in products of backward that
     read them in high precision, is made of plain ops too, and never saved.
     """
 
@@ -61,10 +62,8 @@ class LowerQuantizes(GraphPass):
         global_scales = graph.find_nodes(op="call_function", target=global_scale_op)
         for node in global_scales:
             with graph.inserting_before(node):
-                scales = inline(graph, global_scale, input_of(node), like=node)
-            for scale in scales:
-                scale.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-            replace_results(graph, node, scales)
+                results = _whole(graph, node, calls=self.calls)
+            replace_results(graph, node, results)
         dequantized = _lower_dequantizes(graph)
         inputs = lower_quantize_inputs(graph) if self.target != "cpu" else 0
         rounds = graph.find_nodes(op="call_function", target=nvfp4_round_op)
@@ -120,6 +119,18 @@ def _called(graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, fx.Node]:
     if mark_of(node).saved:
         q.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     return q, dequant_scale
+
+
+def _whole(graph: fx.Graph, node: fx.Node, *, calls: bool) -> tuple[fx.Node, fx.Node]:
+    """enc and dequant of a whole tensor in NVFP4, saved for backward."""
+    if calls:
+        made = [emit(graph, whole_scale_op, input_of(node), None, LARGEST, like=node)]
+        enc, dequant = (getitem(graph, made[0], which) for which in (0, 1))
+    else:
+        enc, dequant = made = inline(graph, global_scale, input_of(node), like=node)
+    for result in made:
+        result.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    return enc, dequant
 
 
 def _cast_stochastic(x: torch.Tensor, quant_scale: torch.Tensor, dtype: torch.dtype, block: Block) -> torch.Tensor:

@@ -29,7 +29,7 @@ class PairNvfp4(GraphPass):
 
     Before:  c, s = quantize_nvfp4(x, enc, [1, 16], transpose, rotated, seed, 1, ...)
              y = nvfp4_train_mm(c, cw, s, sw, dequant, dequant', None, bf16)
-    After:   c, s = quantize_nvfp4_swizzled(x, enc, 1.0, [1, 16], transpose, rotated, seeds[0:1], 1, ..., K)
+    After:   c, s = quantize_nvfp4_swizzled(x, enc, 1.0, [1, 16], transpose, rotated, seed, 1, ..., K)
              y = cublaslt_nvfp4_mm(c, cw, s, sw, dequant * dequant', None, None, bf16)
 
     weights: cw, sw, cw_t, sw_t = quantize_nvfp4_tiles(w, enc, 1.0, ...)
@@ -40,40 +40,20 @@ class PairNvfp4(GraphPass):
     unless backward computes the input anyway. What is not a multiple of 32 is filled up with zeros, on the way into
     that kernel.
 
-    A number that the scale of a tensor is multiplied by becomes the kernel's own, and the seeds of a graph are drawn
-    together: small tensors would each be a kernel of their own.
+    A number that the scale of a tensor is multiplied by becomes the kernel's own: small tensors would each be a kernel of
+    their own.
     """
 
     leaves_no = (quantize_nvfp4_op, nvfp4_train_mm_op, dequantize_nvfp4_operand_op)
 
     def run(self, graph: fx.Graph) -> PassReport:
         gemms = graph.find_nodes(op="call_function", target=nvfp4_train_mm_op)
-        quantizes = graph.find_nodes(op="call_function", target=quantize_nvfp4_op)
-        _draw_together(graph, quantizes)
         made: Made = {}
         for gemm in gemms:
             _replace(graph, gemm, made)
         for node in graph.find_nodes(op="call_function", target=dequantize_nvfp4_operand_op):
             _dequantize(graph, node, made)
         return PassReport(len(gemms), "NVFP4 gemms whose operands are stored as the GPU reads them")
-
-
-def _draw_together(graph: fx.Graph, quantizes: list[fx.Node]) -> None:
-    """Make the seeds of all quantizes one tensor."""
-    users = [node for node in quantizes if arguments(node)[5] is not None]
-    seeds = list(dict.fromkeys(input_of(node, 5) for node in users))
-    drawn = [seed for seed in seeds if seed.target is aten.randint.low]
-    if len(drawn) < 2:
-        return
-    first = drawn[0]
-    least, most, _ = arguments(first)
-    options: dict[str, Any] = dict(first.kwargs)
-    with graph.inserting_before(first):
-        together = emit(graph, aten.randint.low, least, most, [len(drawn)], like=first, **options)
-        parts = [emit(graph, aten.slice.Tensor, together, 0, i, i + 1, like=first) for i in range(len(drawn))]
-    for seed, part in zip(drawn, parts):
-        seed.replace_all_uses_with(part)
-        graph.erase_node(seed)
 
 
 def _replace(graph: fx.Graph, gemm: fx.Node, made: Made) -> None:

@@ -50,6 +50,7 @@ def nibbles(*shape: int) -> Tensor:
 # Name -> a call that works: its arguments by name.
 CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     "scales": lambda: {"x": torch.ones(M, K), "dtype": E4M3, "block": [1, -1]},
+    "whole_scale": lambda: {"x": torch.ones(M, K), "known": torch.ones(1, 1), "largest": 6.0},
     "quantize": lambda: {"x": torch.ones(M, K), "dtype": E4M3, "block": [1, -1]},
     "quantize_mm": lambda: {
         "x": torch.ones(M, K), "scale": torch.ones(()), "weight": fp8(N, K), "weight_scale": torch.ones(1, N),
@@ -249,8 +250,9 @@ ALLOWED = {
     *((op, "x", "shorter") for op in ("nvfp4_mm", "nvfp4_experts_mm")),  # K of the weight is a multiple of 16
     *(("fp8_mm_grad", "codes", what) for what in ("shorter", "longer", "nothing")),
     *(("fp8_experts_mm_grad", "codes", what) for what in ("shorter", "longer", "nothing")),
-    *(("quantize_delayed", "x", f"{what} dimensions") for what in ("more", "fewer")),
-    *(("quantize_delayed", "x", what) for what in ("shorter", "longer", "nothing")),
+    *((op, "x", f"{what} dimensions") for op in ("quantize_delayed", "whole_scale") for what in ("more", "fewer")),
+    *((op, "x", what) for op in ("quantize_delayed", "whole_scale") for what in ("shorter", "longer", "nothing")),
+    ("whole_scale", "known", "fewer dimensions"),
     *((op, "quant_scale", "fewer dimensions") for op in ("quantize_delayed", "quantize_delayed_mm")),
     ("scaled_mm", "scale_left", "shorter"),  # one scale per row
     *((op, "amaxes", what) for op in ("record_amaxes_", "accumulate_amaxes_") for what in ("shorter", "longer")),
