@@ -111,7 +111,8 @@ def train(
     if name == "formula":
         use_formula(model)
     in_fp32 = name in (REFERENCE, "fp32", "formula")
-    options: dict[str, Any] = {} if in_fp32 else {"backend": "fp8", "options": {"recipe": name, **{key: True for key in suffixes if key != "late"}}}
+    ours = {"recipe": name, **{option: True for option in suffixes if option != "late"}}
+    options: dict[str, Any] = {} if in_fp32 else {"backend": "fp8", "options": ours}
     for block in model.blocks if name != "formula" else ():
         block.compile(**options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=True)

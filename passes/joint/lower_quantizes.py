@@ -43,8 +43,8 @@ class LowerQuantizes(GraphPass):
     With a scale per row the ops stay plain: of a quantize that is for backward alone, the partitioner weighs what it
     reads by how many operations there are, and would save x in bf16. Tiles are left to Inductor.
 
-    The inputs of packed FP8 weights (``quantize_inputs``) stay one call on a CPU. What codes stand for, in products of backward that
-    read them in high precision, is made of plain ops too, and never saved.
+    The inputs of packed FP8 weights (``quantize_inputs``) stay one call on a CPU. What codes stand for, in products of
+    backward that read them in high precision, is made of plain ops too, and never saved.
     """
 
     leaves_no = (quantize_op, global_scale_op, *FORMULAS)

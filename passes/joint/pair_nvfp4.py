@@ -40,8 +40,8 @@ class PairNvfp4(GraphPass):
     unless backward computes the input anyway. What is not a multiple of 32 is filled up with zeros, on the way into
     that kernel.
 
-    A number that the scale of a tensor is multiplied by becomes the kernel's own: small tensors would each be a kernel of
-    their own.
+    A number that the scale of a tensor is multiplied by becomes the kernel's own: a small tensor would be a kernel by
+    itself.
     """
 
     leaves_no = (quantize_nvfp4_op, nvfp4_train_mm_op, dequantize_nvfp4_operand_op)
