@@ -83,7 +83,7 @@ class Config:
 
     def replace(self, **changes: Any) -> Config:
         """Return a checked copy with some fields changed; the backward format follows the recipe unless it was set."""
-        for name, value in _by_recipe(self.recipe, self.backward).items():
+        for name, value in self._by_recipe().items():
             if getattr(self, name) == value:
                 changes.setdefault(name, None)
         return dataclasses.replace(self, **changes)
@@ -134,10 +134,19 @@ class Config:
         if self.target is not None and not isinstance(self.target, Target):
             put("target", Target.parse(self.target))
 
+    def _by_recipe(self) -> dict[str, Any]:
+        """The fields that follow the recipe, and how gradients are computed, unless they are set."""
+        quantized = self.backward == "quantized" and self.quantize_gradients is not False
+        return {
+            "forward_format": ONE_FORMAT.get(self.recipe, "e4m3"),
+            "backward_format": BACKWARD_FORMATS[self.recipe],
+            "stochastic_rounding": self.recipe == "nvfp4" and quantized,
+        }
+
     def _check_choices(self) -> None:
         _check_choice("recipe", self.recipe, RECIPES)
         _check_choice("backward", self.backward, BACKWARD)
-        for name, value in _by_recipe(self.recipe, self.backward).items():
+        for name, value in self._by_recipe().items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
         formats = (ONE_FORMAT[self.recipe],) if self.recipe in ONE_FORMAT else FORMATS
@@ -252,15 +261,6 @@ def _check_known(options: Mapping[str, Any]) -> None:
 def _check_inductor(overrides: Mapping[str, Any]) -> None:
     for name, known in unknown_options(overrides).items():
         raise ValueError(f"inductor has no option {name!r}{_nearest(name, known)}; see torch._inductor.config")
-
-
-def _by_recipe(recipe: str, backward: str) -> dict[str, Any]:
-    """The fields that follow the recipe, and how gradients are computed, unless they are set."""
-    return {
-        "forward_format": ONE_FORMAT.get(recipe, "e4m3"),
-        "backward_format": BACKWARD_FORMATS[recipe],
-        "stochastic_rounding": recipe == "nvfp4" and backward == "quantized",
-    }
 
 
 def _default(name: str) -> Any:

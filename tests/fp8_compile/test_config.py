@@ -136,6 +136,9 @@ def test_gradients_that_are_not_quantized_are_not_rounded_at_random() -> None:
     assert Config(recipe="nvfp4").stochastic_rounding
     assert not Config(recipe="nvfp4", backward="dequantized").stochastic_rounding
     assert Config(recipe="nvfp4").replace(backward="dequantized") == Config(recipe="nvfp4", backward="dequantized")
+    assert not Config(recipe="nvfp4", quantize_gradients=False).stochastic_rounding
+    with pytest.raises(ValueError, match="stochastic_rounding=True rounds gradients, but quantize_gradients=False"):
+        Config(recipe="nvfp4", quantize_gradients=False, stochastic_rounding=True)
 
 
 def test_configs_that_make_other_code_have_other_fingerprints() -> None:
