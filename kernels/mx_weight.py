@@ -13,7 +13,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .mxfp8 import SIZE, dequantize_mx, power_of_e8m0, quantize_mx, quantize_mx_op
-from .scaled_codes import ScaledCodes, check_finite, define_dequantize, define_round_inputs
+from .scaled_codes import (
+    ScaledCodes,
+    check_finite,
+    define_dequantize,
+    define_dequantize_rounding,
+    define_round_inputs,
+)
 
 ACTIVATIONS = (None, "mxfp8")
 INPUTS = (1, SIZE)
@@ -64,4 +70,5 @@ def round_inputs(x: Tensor) -> Tensor:
 
 
 dequantize_op = define_dequantize("mx_dequantize", dequantize)
+dequantize_rounding_op = define_dequantize_rounding("mx_dequantize_experts_rounding", dequantize)
 round_inputs_op = define_round_inputs("mx_round_inputs", round_inputs)

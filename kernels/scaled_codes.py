@@ -48,6 +48,24 @@ def define_dequantize(name: str, formula: Callable[..., Tensor]) -> Any:
     )
 
 
+def define_dequantize_rounding(name: str, formula: Callable[..., Tensor]) -> Any:
+    """The same of a stack of matrices, or of those that ``which`` names. It says that what is multiplied by them is
+    rounded first: in the graph ``passes/joint/multiply_packed.py`` does that."""
+
+    def looked_up(codes: Tensor, scales: Tensor, dtype: torch.dtype, which: Tensor | None = None) -> Tensor:
+        if which is not None:
+            codes, scales = codes.view(torch.uint8)[which].view(codes.dtype), scales[which]
+        return formula(codes, scales, dtype)
+
+    return define(
+        f"{name}(Tensor codes, Tensor scales, ScalarType dtype, Tensor? which=None) -> Tensor",
+        looked_up,
+        lambda codes, scales, dtype, which=None: codes.new_empty(
+            (*(codes.shape[:1] if which is None else which.shape), *codes.shape[1:]), dtype=dtype
+        ),
+    )
+
+
 def define_round_inputs(name: str, formula: Callable[[Tensor], Tensor]) -> Any:
     """``formula(x)``, whose gradient is as if the rounding were not there."""
     return define(

@@ -19,6 +19,7 @@ from .input_scales import shared_scales
 from .linear_layers import unwrapped
 from .pack_report import PackRow
 from .packable import LayerWeight, Packable, StackWeight
+from .packed_block_scaled import MXFP8Stack
 from .packed_experts import FP8Stack, PackedStack, replace_stack
 from .packed_linear import PackedLinear
 from .packed_weight import PackedWeight
@@ -85,7 +86,9 @@ class TrainedPacker:
             replace_stack(weight.stack.module, weight.stack.name, packed)
             if isinstance(packed, FP8Stack):
                 packed.use_activations(recipe.activations, inputs)
-            reason.append(packed.inputs if isinstance(packed, FP8Stack) else "inputs exact")
+            elif isinstance(packed, MXFP8Stack):
+                packed.use_activations(recipe.activations)
+            reason.append(packed.inputs if isinstance(packed, (FP8Stack, MXFP8Stack)) else "inputs exact")
             after = packed.memory_bytes()
         elif isinstance(weight, LayerWeight) and (twin := self.done.get(key)) is not None:
             assert isinstance(twin, PackedLinear)

@@ -32,6 +32,15 @@ class BlockScaled(PackedWeight):
     activations: str | None = None
     kernels: ClassVar[ModuleType]  # the formulas of the format
     title: ClassVar[str]
+    words: ClassVar[str]  # of rounded inputs, in reports
+
+    @property
+    def static_inputs(self) -> bool | None:
+        return None if self.activations is None else False
+
+    @property
+    def inputs(self) -> str:
+        return "" if self.activations is None else self.words
 
     def dequantize(self, dtype: torch.dtype = torch.float32, which: Tensor | None = None) -> Tensor:
         codes, scales = self.codes, self.scales
@@ -51,16 +60,6 @@ class BlockScaled(PackedWeight):
 
 class BlockScaledLinear(BlockScaled, PackedLinear):
     """A linear layer: codes [N, K]."""
-
-    words: ClassVar[str]  # of rounded inputs, in reports
-
-    @property
-    def static_inputs(self) -> bool | None:
-        return None if self.activations is None else False
-
-    @property
-    def inputs(self) -> str:
-        return "" if self.activations is None else self.words
 
     def forward(self, input: Tensor) -> Tensor:
         rows = autocast(input.reshape(-1, self.in_features))
@@ -97,8 +96,23 @@ class MXFP8Linear(BlockScaledLinear):
 
 
 class MXFP8Stack(BlockScaled, PackedStack):
-    """codes [E, N, K], scales uint8 [E, N, ceil(K / 32)], or per tile."""
+    """codes [E, N, K], scales uint8 [E, N, ceil(K / 32)], or per tile. ``activations="mxfp8"``: what experts multiply
+    is rounded, as training has it."""
 
     kernels: ClassVar[ModuleType] = mx_weight
     title = "MXFP8"
     matrix_type = MXWeight
+    words = "inputs mxfp8"
+
+    def use_activations(self, activations: str | None) -> None:
+        self.activations = activations
+
+    def dequantize(self, dtype: torch.dtype = torch.float32, which: Tensor | None = None) -> Tensor:
+        if self.activations is not None and torch.compiler.is_compiling():  # passes round what is multiplied by it
+            made: Tensor = mx_weight.dequantize_rounding_op(self.codes, self.scales, dtype, which)
+            return made
+        return super().dequantize(dtype, which)
+
+    def round_inputs(self, x: Tensor) -> Tensor:
+        rounded: Tensor = mx_weight.round_inputs_op(x.reshape(-1, x.shape[-1])).view(x.shape)
+        return rounded

@@ -77,6 +77,10 @@ class PackedStack(PackedWeight):
         """[E, N, K], or the matrices that ``which`` names, [*which.shape, N, K]."""
         raise NotImplementedError
 
+    def round_inputs(self, x: Tensor) -> Tensor:
+        """x [..., K] as the product sees it, where ``static_inputs`` says that it is rounded."""
+        raise NotImplementedError
+
     def as_read(self, matrices: Tensor) -> Tensor:
         return matrices.transpose(-2, -1) if self.transposed else matrices
 
@@ -120,7 +124,6 @@ class FP8Stack(FP8Parts, PackedStack):
         return ops.fp8_dequantize_op(self.codes, self.scales, dtype, which)
 
     def round_inputs(self, x: Tensor) -> Tensor:
-        """x [..., K] as the product sees it."""
         return round_inputs_op(x.reshape(-1, x.shape[-1]), self.input_scale).view(x.shape)
 
 
@@ -160,7 +163,7 @@ PRODUCTS = ("linear", "matmul", "__matmul__", "mm", "bmm", "grouped_mm", "_group
 class RoundsInputs(Tensor):
     """Matrices of a stack that round what they are multiplied by; so do views of them and lookups in them."""
 
-    stack: FP8Stack
+    stack: PackedStack
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -187,8 +190,6 @@ class RoundedMatrices(RoundsInputs):
 
 class RoundingStack(RoundsInputs, LazyStack):
     """The whole stack, of which those that are looked up are dequantized."""
-
-    stack: FP8Stack
 
 
 class PackedExperts(nn.Module):

@@ -14,7 +14,7 @@ from fp8_compile.torch_internals.graphs import OpOverload, schema_name
 from ..graph.emit import emit, value
 from ..graph.roles import is_backward
 from ..graph.row import Gemm
-from .packed_formats import OF_EXPERTS, FP8RoundingExperts, Inputs, PackedFormat, dtype_name
+from .packed_formats import OF_EXPERTS, Inputs, PackedFormat, dtype_name
 from .packed_product import CASTS, DTYPES, PackedProduct, StackNames, cast
 
 aten = torch.ops.aten
@@ -216,22 +216,18 @@ def _looked_up(node: fx.Node) -> fx.Node | None:
 
 
 def round_inputs_of_experts(graph: fx.Graph) -> int:
-    """Round what experts multiply, where their inputs are rounded and no product of ours does it: on GPUs."""
+    """Round what experts multiply, where their inputs are rounded and no product of ours does it."""
     found = [product for node in graph.nodes if (product := find_experts_product(node)) is not None]
-    rounding = [(one, one.format) for one in found if one.gemm == "output"]
-    count = 0
-    for product, format in rounding:
-        if not isinstance(format, FP8RoundingExperts):
-            continue
+    rounding = [one for one in found if one.gemm == "output" and one.format.rounds_experts]
+    for product in rounding:
         node, x, dim = product.node, product.x, product.dim
         with graph.inserting_before(node):
             rows = x if dim is None else _without_dim(graph, x, dim, like=node)
-            rounded = format.round_rows(graph, rows, product.dequantize, like=node)
+            rounded = product.format.round_rows(graph, rows, product.dequantize, like=node)
             if dim is not None:
                 rounded = emit(graph, aten.unsqueeze.default, rounded, dim, like=node)
         node.replace_input_with(x, rounded)
-        count += 1
-    return count
+    return len(rounding)
 
 
 def look_up_packed(graph: fx.Graph) -> int:

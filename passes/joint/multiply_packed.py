@@ -62,7 +62,7 @@ class MultiplyPacked(GraphPass):
             self.rows.append(product.row(self.names, module, self.target))
             product.replace(graph, self.target)
         remove_dead_nodes(graph)  # lookups whose product was replaced
-        rounded = round_inputs_of_experts(graph) if self.target != "cpu" else 0
+        rounded = round_inputs_of_experts(graph)
         lookups = look_up_packed(graph)
         for node in graph.nodes:
             if _dequantizes(node) and node.users and all(is_backward(user) for user in node.users):
@@ -74,8 +74,13 @@ class MultiplyPacked(GraphPass):
         in_layers = functools.partial(find_layer_product, target=self.target)
         kinds: list[Callable[[fx.Node], PackedProduct | None]] = [in_layers, find_layer_gradient]
         if self.target == "cpu":  # GPUs have no product with experts here
-            kinds.append(find_experts_product)
+            kinds.append(_packed_experts_product)
         return [product for find in kinds for node in graph.nodes if (product := find(node)) is not None]
+
+
+def _packed_experts_product(node: fx.Node) -> PackedProduct | None:
+    product = find_experts_product(node)
+    return product if product is not None and product.format.multiplies_experts else None
 
 
 def _dequantizes(node: fx.Node) -> bool:

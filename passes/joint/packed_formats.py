@@ -76,6 +76,9 @@ class PackedFormat(abc.ABC):
     def rounding(self, node: fx.Node) -> Rounding:
         """What a node of ``round`` does."""
 
+    rounds_experts: ClassVar[bool] = False  # True: what experts multiply is rounded
+    multiplies_experts: ClassVar[bool] = True  # False: no product reads such a stack, on any target
+
     def multiplies(self, operands: Operands, target: str) -> bool:
         """True if there is a product that reads the packed form for such operands."""
         return True
@@ -91,6 +94,10 @@ class PackedFormat(abc.ABC):
     def inputs_of_experts(self, x: fx.Node, dequantize: fx.Node) -> Inputs:
         """The same of experts."""
         return Inputs(dtype_name(x))
+
+    def round_rows(self, graph: fx.Graph, x: fx.Node, dequantize: fx.Node, *, like: fx.Node) -> fx.Node:
+        """x [M, K] as experts that round it have to see it, where no product of ours does it."""
+        raise AssertionError(f"inputs of experts in {self.name} are exact")
 
     @abc.abstractmethod
     def multiply(self, graph: fx.Graph, operands: Operands, target: str, *, like: fx.Node) -> fx.Node:
@@ -199,6 +206,7 @@ class FP8RoundingExperts(FP8):
     product reads the codes of inputs, and the scales are multiplied: nothing rounds in between."""
 
     dequantize_experts, experts_arguments = experts.fp8_dequantize_rounding_op, 4
+    rounds_experts = True
 
     def inputs_of_experts(self, x: fx.Node, dequantize: fx.Node) -> Inputs:
         return Inputs("e4m3", "dynamic scale a row" if dequantize.args[2] is None else "static scale")
@@ -217,7 +225,6 @@ class FP8RoundingExperts(FP8):
         return emit(graph, experts.fp8_mm_op, x, codes, scales, which, rows, like=like)
 
     def round_rows(self, graph: fx.Graph, x: fx.Node, dequantize: fx.Node, *, like: fx.Node) -> fx.Node:
-        """x [M, K] as the product has to see it, for targets without one of ours."""
         return emit(graph, fp8_inputs.round_inputs_op, x, dequantize.args[2], like=like)
 
 
@@ -285,11 +292,21 @@ class MXFP8(BlockScaled):
         return emit(graph, mx_mm_op, *sides, value(like).dtype, like=like, mark=Mark(kind=Kind.GEMM))
 
 
+class MXFP8RoundingExperts(MXFP8):
+    """Experts whose inputs are rounded, as ``recipe="mxfp8"`` trains them. The product is the module's own."""
+
+    dequantize_experts, experts_arguments = mx_weight.dequantize_rounding_op, 3
+    rounds_experts, multiplies_experts = True, False
+
+    def round_rows(self, graph: fx.Graph, x: fx.Node, dequantize: fx.Node, *, like: fx.Node) -> fx.Node:
+        return emit(graph, mx_weight.round_inputs_op, x, like=like)
+
+
 FORMATS: tuple[PackedFormat, ...] = (NVFP4(), FP8(), FP8Blocks(), MXFP8())
 OF_LAYERS: dict[object, PackedFormat] = {format.dequantize: format for format in FORMATS}
 OF_EXPERTS: dict[object, PackedFormat] = {
     format.dequantize_experts: format
-    for format in (*FORMATS, FP8RoundingExperts())
+    for format in (*FORMATS, FP8RoundingExperts(), MXFP8RoundingExperts())
     if format.dequantize_experts is not None
 }
 

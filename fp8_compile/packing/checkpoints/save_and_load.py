@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from fp8_compile.packing.calibration import Calibration
 from fp8_compile.packing.input_scales import shared_scales
 from fp8_compile.packing.linear_layers import unwrapped, weight_of
+from fp8_compile.packing.packed_block_scaled import MXFP8Stack
 from fp8_compile.packing.packed_experts import FP8Stack, PackedStack, replace_stack
 from fp8_compile.packing.packed_linear import PackedLinear
 from fp8_compile.packing.packed_weight import Matrix, PackedWeight
@@ -236,6 +237,8 @@ def _read_experts(
             scales = _input_scales({layer: found[layer] for layer in read}, tensors)
             if scales:  # of experts the largest: none saturates
                 packed.use_activations("fp8", torch.stack(list(scales.values())).amax().to(place))
+        elif isinstance(packed, MXFP8Stack) and activations == "mxfp8":
+            packed.use_activations(activations)
         stacks[stack] = packed
         taken |= dict.fromkeys(layers, stack)
     return stacks, taken

@@ -26,6 +26,7 @@ CASES = [
     ("gpt2", "delayed"),
     ("gpt2", "nvfp4"),
     ("qwen3_moe", "delayed"),
+    ("qwen3_moe", "mxfp8"),
 ]
 
 
@@ -50,6 +51,9 @@ def test_transformers_reads_the_same_weights(row: dict[str, Any]) -> None:
     name, recipe = row["case"]
     if name in one_grid.WITHOUT_PEERS:
         assert len(row["bits"]) == 1
+        return
+    if (name, recipe) == ("qwen3_moe", "mxfp8"):
+        assert row["bits"][1].startswith("not read"), "transformers reads experts in MXFP8: compare them"
         return
     assert row["bits"][1] == ("bf16" if recipe == "nvfp4" else "yes")
     if recipe == "nvfp4":
