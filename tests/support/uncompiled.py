@@ -16,6 +16,8 @@ from fp8_compile.backend.graph import compile_graph
 from fp8_compile.backend.interpret import run_uncompiled
 
 NO_CACHE = {"force_disable_caches": True}
+# Inductor writes its code anew, today's and not a cached one; C++ of the same text is not compiled a second time.
+CODE_ANEW = {"fx_graph_cache": False}
 
 
 class UncompiledBackend:

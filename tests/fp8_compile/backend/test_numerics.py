@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from fp8_reference import LinearLayer, Noise
 from torch import nn
-from uncompiled import NO_CACHE, UncompiledBackend, compile_uncompiled
+from uncompiled import CODE_ANEW, NO_CACHE, UncompiledBackend, compile_uncompiled
 
 from fp8_compile import Backend, Config
 from fp8_compile.backend.explain import run_uncompiled
@@ -357,7 +357,7 @@ def test_compiled_code_gives_the_interpreted_graphs_numbers_to_the_roundoff_of_t
     x, dy = torch.randn(37, 75), torch.randn(37, 41)
     interpreted = reference.results(compile_uncompiled(model, recipe)[0], x, dy)
     torch._dynamo.reset()
-    backend = Backend(Config(recipe=recipe, inductor=NO_CACHE))  # today's code, not a cached one
+    backend = Backend(Config(recipe=recipe, inductor=CODE_ANEW))  # today's code, not a cached one
     found = reference.results(torch.compile(model, backend=backend), x, dy)
     assert_all_rewritten(backend, 6)
     layer = LinearLayer(reference.RECIPES[recipe])

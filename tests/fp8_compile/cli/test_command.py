@@ -150,11 +150,10 @@ def test_diff_tells_what_changed_and_its_exit_code_whether_anything_did(
 ) -> None:
     old = write_dump(tmp_path / "old" / "graph_000", ["a", "b", "c"])
     new = write_dump(tmp_path / "new" / "graph_000", ["a", "c", "b", "d"])
-    other = start("diff", tmp_path / "old", new / "report.json")
     assert main(("diff", str(old), str(old))) == 0
     assert capsys.readouterr().out == "the same\n"
-    code, out, _ = finish(other)
-    assert code == 1
+    assert main(("diff", str(tmp_path / "old"), str(new / "report.json"))) == 1
+    out = capsys.readouterr().out
     assert "matmuls: 3 -> 4" in out and "+ d output" in out
     assert "~ c output  decision: skipped -> rewritten" in out and "formats: none -> e4m3xe4m3" in out
 
@@ -172,20 +171,21 @@ def test_bench_lists_what_a_checkout_has_and_an_interrupt_ends_it(capsys: pytest
 
 
 @pytest.mark.skipif(not hasattr(fp8_compile, "pack_folder"), reason="fp8_compile.pack_folder is not there yet")
-def test_pack_packs_a_folder_and_refuses_one_that_is_none(tmp_path: Path) -> None:
+def test_pack_packs_a_folder_and_refuses_one_that_is_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     torch, safetensors = pytest.importorskip("torch"), pytest.importorskip("safetensors.torch")
     source = tmp_path / "source"
     source.mkdir()
     (source / "config.json").write_text('{"model_type": "llama"}')
     weights = {"model.layers.0.mlp.up_proj.weight": torch.randn(64, 128), "model.norm.weight": torch.ones(64)}
     safetensors.save_file(weights, source / "model.safetensors")
-    good = start("pack", source, tmp_path / "packed", "--method", "rtn", "--quiet")
-    bad = start("pack", tmp_path / "absent", tmp_path / "other")
-    code, out, _ = finish(good)
-    assert code == 0 and out.startswith("packed 1 layer: ")
+    assert main(("pack", str(source), str(tmp_path / "packed"), "--method", "rtn", "--quiet")) == 0
+    assert capsys.readouterr().out.startswith("packed 1 layer: ")
     assert (tmp_path / "packed" / "config.json").exists()
-    code, _, err = finish(bad)
-    assert code == MISTAKE and "absent" in err and not (tmp_path / "other").exists()
+    assert main(("pack", str(tmp_path / "absent"), str(tmp_path / "other"))) == MISTAKE
+    err = capsys.readouterr().err
+    assert "absent" in err and "Traceback" not in err and not (tmp_path / "other").exists()
 
 
 def test_bench_runs_a_script_and_keeps_its_json_or_its_text(tmp_path: Path) -> None:

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from uncompiled import UncompiledBackend
 
 import fp8_compile
-from fp8_compile import PackedLinear, freeze_scales, load_checkpoint, pack, save_checkpoint, scaling_state
+from fp8_compile import Config, PackedLinear, freeze_scales, load_checkpoint, pack, save_checkpoint, scaling_state
 from fp8_compile.kernels.delayed_scaling import cast_delayed
 from fp8_compile.kernels.mxfp8 import dequantize_mx, quantize_mx
 from fp8_compile.kernels.nvfp4_training import dequantize_nvfp4, quantize_nvfp4
@@ -45,7 +46,7 @@ class Trained:
         torch._dynamo.reset()
         torch.manual_seed(0)
         self.recipe, self.model = recipe, Model()
-        self.run = torch.compile(self.model, backend="fp8", options={"recipe": recipe})
+        self.run = torch.compile(self.model, backend=UncompiledBackend(Config(recipe=recipe)))
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         for _ in range(3):
             self.run(torch.randn(32, WIDTH)).square().mean().backward()
@@ -118,7 +119,7 @@ def test_gradients_of_inputs_are_those_of_the_packed_weights(trained: Trained) -
 def linear(**options: Any) -> tuple[nn.Module, Any]:
     torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(WIDTH, 64))
-    return model, torch.compile(model, backend="fp8", options=options)
+    return model, torch.compile(model, backend=UncompiledBackend(Config(**options)))
 
 
 def test_a_model_that_was_never_trained_says_what_to_do() -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from delayed_reference import Layer, Model, Rule
 from torch import Tensor, nn
-from uncompiled import NO_CACHE, UncompiledBackend
+from uncompiled import CODE_ANEW, UncompiledBackend
 
 from fp8_compile import Backend, Config, scaling_state
 
@@ -140,4 +140,4 @@ def test_a_very_long_history_has_its_percentile_between_two_amaxes() -> None:
 
 def test_compiled_code_has_the_simulations_scales_and_histories() -> None:
     rule = Rule("p99", 1, 4, 3)
-    simulate(Backend(config(rule, inductor=NO_CACHE)), rule)
+    simulate(Backend(config(rule, inductor=CODE_ANEW)), rule)

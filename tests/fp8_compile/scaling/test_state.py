@@ -173,41 +173,50 @@ from uncompiled import UncompiledBackend
 from fp8_compile import Config, scaling_state
 
 first, last, load = json.loads(sys.argv[1])
-torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(32, 48), nn.Tanh(), nn.Linear(48, 32))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-if load:
-    saved = torch.load(load, weights_only=True)
-    model.load_state_dict(saved["model"])
-    scaling_state(model).load_state_dict(saved["scaling"])
-config = Config(amax_history_len=3, scale_update_interval=2, target={target!r})
-compiled = torch.compile(model, backend=UncompiledBackend(config))
-for step in range(first, last):
-    x = (1 + step % 4) * torch.randn(16, 32, generator=torch.Generator().manual_seed(step))
-    loss = (compiled(x) - 1).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    scales = {{key: tensor.tolist() for key, tensor in scaling_state(model).state_dict().items()}}
-    print(json.dumps([step, loss.item(), scales]))
-    if step == 3:
-        torch.save({{"model": model.state_dict(), "scaling": scaling_state(model).state_dict()}}, "saved.pt")
+for target in ("cpu", "cuda:90"):
+    file = target.replace(":", "_") + ".pt"
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 48), nn.Tanh(), nn.Linear(48, 32))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if load:
+        saved = torch.load(file, weights_only=True)
+        model.load_state_dict(saved["model"])
+        scaling_state(model).load_state_dict(saved["scaling"])
+    config = Config(amax_history_len=3, scale_update_interval=2, target=target)
+    compiled = torch.compile(model, backend=UncompiledBackend(config))
+    for step in range(first, last):
+        x = (1 + step % 4) * torch.randn(16, 32, generator=torch.Generator().manual_seed(step))
+        loss = (compiled(x) - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scales = {{key: tensor.tolist() for key, tensor in scaling_state(model).state_dict().items()}}
+        print(json.dumps([target, step, loss.item(), scales]))
+        if step == 3:
+            torch.save({{"model": model.state_dict(), "scaling": scaling_state(model).state_dict()}}, file)
 """
 
 
-@pytest.mark.parametrize("target", ["cpu", "cuda:90"])
-def test_a_run_resumed_in_a_new_process_continues_bit_for_bit(target: str, tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(RESUME.format(support=str(ROOT / "tests" / "support"), target=target))
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], list[Any]]:
+    """What a process says of all steps, and another one of those after the checkpoint, each for both targets."""
+    folder = tmp_path_factory.mktemp("resumed")
+    (folder / "script.py").write_text(RESUME.format(support=str(ROOT / "tests" / "support")))
 
-    def run(first: int, last: int, load: str | None = None) -> list[Any]:
+    def run(first: int, last: int, load: bool) -> list[Any]:
         command = [sys.executable, "script.py", json.dumps([first, last, load])]
         environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
+        done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-3000:]
         return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
 
-    whole = run(0, 9)
-    assert run(4, 9, load="saved.pt") == whole[4:]
+    return run(0, 9, False), run(4, 9, True)
+
+
+@pytest.mark.parametrize("target", ["cpu", "cuda:90"])
+def test_a_run_resumed_in_a_new_process_continues_bit_for_bit(target: str, resumed: tuple[list[Any], Any]) -> None:
+    whole, after = ([step[1:] for step in one if step[0] == target] for one in resumed)
+    assert len(whole) == 9 and after == whole[4:]
     assert len({step[1] for step in whole}) == 9, "the losses differ from step to step"
 
 

@@ -13,7 +13,7 @@ import torch
 from delayed_reference import Model, Rule
 from joint_graph import copy_graph
 from torch import Tensor, fx, nn
-from uncompiled import NO_CACHE, UncompiledBackend
+from uncompiled import CODE_ANEW, UncompiledBackend
 
 from fp8_compile import Backend, Config, scaling_state
 from fp8_compile.scaling.stats import StatsRow
@@ -232,7 +232,7 @@ def test_compiled_code_counts_what_the_interpreted_graph_counts() -> None:
     model = nn.Linear(D, OUT, bias=False)
     data = [torch.randn(TOKENS, D), 1000 * torch.randn(TOKENS, D), spread(1)]
     found = []
-    for backend in (UncompiledBackend(Config(stats=True)), Backend(Config(stats=True, inductor=NO_CACHE))):
+    for backend in (UncompiledBackend(Config(stats=True)), Backend(Config(stats=True, inductor=CODE_ANEW))):
         torch._dynamo.reset()
         twin = copy.deepcopy(model)
         compiled = torch.compile(twin, backend=backend)

@@ -247,14 +247,17 @@ def test_two_processes_at_once_agree_and_leave_one_whole_cache_file(tmp_path):
     met = f"[time.sleep(0.01) for _ in range(3000) if len(open({str(tmp_path / 'runs')!r}).read()) < 2]; "
     machine = Machine(tmp_path, probe=met + DIES_OF_SIGILL)
     script = textwrap.dedent(f"""
+        import os
         from pathlib import Path
         from fp8_compile.torch_internals import onednn
-        environ = {{}}
+        environ, forked = {{}}, os.fork()  # two processes, which import torch once
         print(onednn.examine(cpuinfo=Path({str(machine.cpuinfo)!r}), command={machine.command!r}, timeout=60,
-                             cache_folder=Path({str(machine.cache)!r}), environ=environ), environ)
+                             cache_folder=Path({str(machine.cache)!r}), environ=environ), environ, flush=True)
+        assert not forked or os.waitpid(forked, 0)[1] == 0
     """)
-    processes = [subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    said = [process.communicate(timeout=120)[0].strip() for process in processes]
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    said = run.stdout.splitlines()
     assert said == [f"{Verdict.CAPPED} " + str({CAP_VARIABLE: CAP})] * 2
     assert machine.probes == 2
     (memory,) = machine.cache.iterdir()

@@ -76,7 +76,7 @@ def test_a_checkpoint_of_two_ranks_is_read_by_one_process(ranks, ranks_folder) -
     load_scaling_state(model, ranks_folder / "checkpoint")
     state = fp8_compile.scaling_state(model)
     assert same(state.state_dict(), ranks["fsdp"][0]["saved"])
-    compiled = torch.compile(model, backend="fp8")
+    compiled = torch.compile(model, backend=UncompiledBackend())
     losses = train(compiled, make_optimizer(model), range(2, 3))
     halves = [rank["losses"][0][0] for rank in ranks["fsdp"]]
     assert losses[0] == pytest.approx(sum(halves) / 2, rel=1e-5)
@@ -90,7 +90,7 @@ def test_tensor_parallel_ranks_share_scales_and_copy_their_own_half_of_each_weig
     assert set(first["copies"].values()) == {(HIDDEN // 2, WIDTH)} and first["refreshes"] == 3  # [64, 32] by rows,
     # and [32, 64] by columns: both are [32, 32]
     model = Blocks()
-    losses = train(torch.compile(model, backend="fp8"), make_optimizer(model), range(3))
+    losses = train(torch.compile(model, backend=UncompiledBackend()), make_optimizer(model), range(3))
     assert first["losses"] == pytest.approx(losses, rel=1e-2)
     whole = fp8_compile.scaling_state(model).state_dict()
     assert whole.keys() == first["last"].keys()
