@@ -12,8 +12,8 @@ shows is the noise of the comparison. To keep it small, activations keep their s
 beginning, a step has 2048 tokens, gradients are clipped, and the learning rate rises for a tenth of the steps and falls
 to 0 in the second half. ``+late``: the forward gemms of the last fifth of the steps are in high precision
 (``fp8_compile.set_precision``); any other word after a ``+`` is an option of the backend that is True, as in
-``nvfp4+four_over_six+late``. ``formula``: MXFP8 in plain PyTorch, by the formulas of ``kernels/mxfp8.py`` in an
-autograd function, uncompiled: what ``mxfp8`` has to equal on the same weights.
+``nvfp4+four_over_six+late``. ``mxfp8+formula``, ``nvfp4+formula``: the recipe in plain PyTorch, an autograd function
+and no compiler. What it costs there is what the format costs.
 
 Blocks are compiled one by one, which is what makes many runs affordable. ``--results``: losses are appended to that
 file, and runs that it has are not run again; FP32 is run once for each seed.
@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import itertools
 import json
 import pathlib
@@ -108,12 +109,13 @@ def train(
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1 + 1e-6 * torch.randn_like(parameter))
-    if name == "formula":
-        use_formula(model)
-    in_fp32 = name in (REFERENCE, "fp32", "formula")
+    by_formula = "formula" in suffixes
+    if by_formula:
+        use_formula(model, FORMULAS[name])
+    in_fp32 = by_formula or name in (REFERENCE, "fp32")
     ours = {"recipe": name, **{option: True for option in suffixes if option != "late"}}
     options: dict[str, Any] = {} if in_fp32 else {"backend": "fp8", "options": ours}
-    for block in model.blocks if name != "formula" else ():
+    for block in () if by_formula else model.blocks:
         block.compile(**options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(step / len(data)))
@@ -133,35 +135,92 @@ def train(
         return statistics.mean(losses[-LAST:]), plain(*unseen).item()
 
 
-class MXFP8Linear(torch.autograd.Function):
-    """``x @ w^T`` and its gradients, each operand rounded to MXFP8 along the contraction."""
+class FormulaLinear(torch.autograd.Function):
+    """``x @ w^T`` and its gradients, each operand rounded along the contraction."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, w: Tensor, rounding: type[Rounding]) -> Tensor:
         ctx.save_for_backward(x, w)
-        return _rounded(x, (1, 32)) @ _rounded(w, (32, 32)).t()
+        ctx.rounding = rounding
+        return rounding.rows(x) @ rounding.weight(w).t()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        (x, w), (grad,) = ctx.saved_tensors, grads
-        return (
-            _rounded(grad, (1, 32)) @ _rounded(w, (32, 32)),
-            _rounded(grad, (32, 1)).t() @ _rounded(x, (32, 1)),
-        )
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        (x, w), (grad,), rounding = ctx.saved_tensors, grads, ctx.rounding
+        dx = rounding.gradient(grad) @ rounding.weight(w)
+        dw = rounding.gradient(rounding.turned(grad.t())) @ rounding.rows(rounding.turned(x.t())).t()
+        return dx, dw, None
 
 
-def _rounded(x: Tensor, block: tuple[int, int]) -> Tensor:
-    return dequantize_mx(*quantize_mx(x, block), block)
+class Rounding:
+    """To MXFP8, by the formulas of ``kernels/mxfp8.py``."""
+
+    kept = 0  # of the last blocks, in FP32
+
+    @staticmethod
+    def rows(x: Tensor) -> Tensor:
+        return dequantize_mx(*quantize_mx(x, (1, 32)), (1, 32))
+
+    gradient = rows
+
+    @staticmethod
+    def weight(w: Tensor) -> Tensor:
+        return dequantize_mx(*quantize_mx(w, (32, 32)), (32, 32))
+
+    @staticmethod
+    def turned(x: Tensor) -> Tensor:
+        """Before the product over tokens."""
+        return x
 
 
-def use_formula(model: Any) -> None:
+class NVFP4Rounding(Rounding):
+    """To NVFP4, by what NVIDIA writes about its recipe and by none of our code."""
+
+    kept = 1
+    hadamard = functools.reduce(torch.kron, [torch.tensor([[1.0, 1.0], [1.0, -1.0]])] * 4) / 4
+    signs = 1.0 - 2.0 * torch.randint(0, 2, (16, 1), generator=torch.Generator().manual_seed(0))
+
+    @classmethod
+    def rows(cls, x: Tensor) -> Tensor:
+        return _nvfp4(x, 1, at_random=False)
+
+    @classmethod
+    def gradient(cls, x: Tensor) -> Tensor:
+        return _nvfp4(x, 1, at_random=True)
+
+    @classmethod
+    def weight(cls, w: Tensor) -> Tensor:
+        return _nvfp4(w, 16, at_random=False)
+
+    @classmethod
+    def turned(cls, x: Tensor) -> Tensor:
+        return (x.unflatten(-1, (-1, 16)) @ (cls.signs * cls.hadamard)).flatten(-2)
+
+
+def _nvfp4(x: Tensor, height: int, *, at_random: bool) -> Tensor:
+    """x with one E4M3 scale for each ``height`` by 16 values, and one FP32 scale for all."""
+    blocks = x.unflatten(-1, (-1, 16)).unflatten(0, (-1, height))
+    amax = blocks.abs().amax((1, 3), keepdim=True)
+    whole = amax.amax() / (6 * 448)
+    scale = (amax / 6 / whole).to(torch.float8_e4m3fn).float() * whole
+    values = (blocks / scale).nan_to_num(0.0).clamp(-6, 6)
+    step = torch.where(values.abs() < 2, 0.5, torch.where(values.abs() < 4, 1.0, 2.0))
+    codes = torch.floor(values / step + torch.rand_like(values)) if at_random else torch.round(values / step)
+    return (codes * step * scale).flatten(-2).flatten(0, 1)
+
+
+FORMULAS = {"mxfp8": Rounding, "nvfp4": NVFP4Rounding}
+
+
+def use_formula(model: Any, rounding: type[Rounding]) -> None:
     def by_formula(layer: torch.nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         (x,) = inputs
-        return MXFP8Linear.apply(x.flatten(0, -2), layer.weight).view_as(output)
+        return FormulaLinear.apply(x.flatten(0, -2), layer.weight, rounding).view_as(output)
 
-    for layer in model.blocks.modules():
-        if isinstance(layer, torch.nn.Linear):
-            layer.register_forward_hook(by_formula)
+    for block in model.blocks[: len(model.blocks) - rounding.kept]:
+        for layer in block.modules():
+            if isinstance(layer, torch.nn.Linear):
+                layer.register_forward_hook(by_formula)
 
 
 def learning_rate(done: float) -> float:

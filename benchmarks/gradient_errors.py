@@ -24,7 +24,7 @@ import statistics
 from typing import Any, Sequence
 
 import torch
-from convergence import BATCH, TIME, batches, learning_rate, make_model, stdlib_text, use_formula
+from convergence import BATCH, FORMULAS, TIME, batches, learning_rate, make_model, stdlib_text, use_formula
 from torch import Tensor
 
 
@@ -47,7 +47,7 @@ def follow(recipe: str, data: list[tuple[Tensor, Tensor]], every: int, layers: i
     torch._dynamo.reset()
     model: Any = make_model(0, layers)
     plain, formula = copy.deepcopy(model), copy.deepcopy(model)
-    use_formula(formula)
+    use_formula(formula, FORMULAS["mxfp8"])
     for block in model.blocks:
         block.compile(backend="fp8", options={"recipe": recipe})
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=True)
