@@ -74,7 +74,9 @@ def stored_model(
         scale = torch.stack(given).amax(0) if len(given) > 1 else next(iter(given), None)
         tensors |= written.tensors(stored, rows.of(weights, stored), scale)
         inputs = True if rows.layers[0] in scales else layer.static_inputs
-        groups.setdefault((format.name, inputs), Group(written, inputs)).layers.append(stored)
+        group = groups.setdefault((format.name, inputs), Group(written, inputs))
+        group.layers.append(stored)
+        group.renamed += [name for name in rows.layers if name != stored]
     for stack, module in stacks.items():
         format = format_of(module)
         check_stack(stack, format, layout)
@@ -88,7 +90,8 @@ def stored_model(
         group.experts = list(dict.fromkeys([*group.experts, *map(module_of_expert, parts)]))
     unpacked = dict.fromkeys(module_of_expert(name) for name, part in names.parts.items() if part.stack not in stacks)
     cache = written_scales(root, layout, names.stored)
-    described = quantization_config(list(groups.values()), ignore, list(unpacked), cache.strategy)
+    renamed = [name for name in linear_layers(root) if name not in ignore]
+    described = quantization_config(list(groups.values()), ignore, list(unpacked), cache.strategy, renamed)
     return StoredModel(tensors | cache.tensors, *described)
 
 
