@@ -128,6 +128,11 @@ def is_initialized(tensor: Any) -> bool:
     return getattr(tensor, "_is_hf_initialized", False)
 
 
+def saves_adapters(model: Any) -> bool:
+    """True for a model that has taken adapters by ``add_adapter`` or ``load_adapter``."""
+    return bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
 def save_as_given(is_stored: Callable[[Any], bool]) -> None:
     """Let ``save_pretrained`` write the tensors of some models as their quantizer gives them: by the names of a
     checkpoint, which transformers would rename once more, as if they were those of the model."""

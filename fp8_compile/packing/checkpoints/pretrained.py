@@ -33,6 +33,7 @@ from fp8_compile.torch_internals.transformers import (
     mark_initialized,
     pass_over,
     save_as_given,
+    saves_adapters,
     use_all_conversions,
 )
 
@@ -219,8 +220,11 @@ class PackQuantizer(HfQuantizer):
             say_unused(self.cache)
         return model
 
-    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """The tensors as ``save_checkpoint`` stores them; the configuration is what says so."""
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
+        """The tensors as ``save_checkpoint`` stores them; the configuration is what says so. None for a model with
+        adapters, of which transformers saves those alone, by their names in the model."""
+        if saves_adapters(model):
+            return None, {}
         stored = stored_as(model, self.quantization_config.layout)
         self.quantization_config.stored = stored.config
         model.config.quantization_config = self.quantization_config

@@ -9,6 +9,7 @@ folder/model.gguf                        layout="gguf"
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 from typing import Any, Collection, Mapping, NamedTuple
@@ -16,6 +17,7 @@ from typing import Any, Collection, Mapping, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fp8_compile.packing.adapters import is_adapted
 from fp8_compile.packing.calibration import Calibration
 from fp8_compile.packing.input_scales import shared_scales
 from fp8_compile.packing.linear_layers import unwrapped, weight_of
@@ -89,6 +91,13 @@ class _Parts(NamedTuple):
 
 
 def _parts(root: nn.Module) -> _Parts:
+    adapted = next((name for name, one in root.named_modules() if is_adapted(one)), None)
+    if adapted is not None:
+        raise ValueError(
+            f"{adapted} has adapters beside its weight, which checkpoints of packed models don't hold; call "
+            "fp8_compile.merge_adapters(model) and save model.unload(), or save the adapters by themselves "
+            "(model.save_pretrained) and the model without them"
+        )
     packed = {name: one for name, one in root.named_modules() if isinstance(one, PackedLinear)}
     stacks = packed_stacks(root)
     if not packed and not stacks:
@@ -138,7 +147,18 @@ def load_checkpoint(
         raise ValueError(f"{folder}: tensors missing: {missing or 'none'}; not of this model: {unexpected or 'none'}")
     if cache is not None:
         use_fp8_cache(root, cache)
+    if filled:
+        let_transformers_save(root)
     return model
+
+
+def let_transformers_save(root: nn.Module) -> None:
+    """Have ``save_pretrained`` write what ``save_checkpoint`` writes, if this is a model of transformers."""
+    if hasattr(root, "save_pretrained") and hasattr(root, "base_model_prefix"):
+        with contextlib.suppress(ImportError):  # of a release without quantizers of other packages
+            from .pretrained import let_it_save
+
+            let_it_save(root)
 
 
 def place_packed(

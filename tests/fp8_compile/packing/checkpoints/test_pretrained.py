@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import pathlib
 import warnings
@@ -100,8 +101,9 @@ def test_save_pretrained_writes_what_save_checkpoint_writes(make, tmp_path: path
     other = load_checkpoint(make(), tmp_path / "theirs")
     assert torch.equal(other(IDS).logits, model(IDS).logits)
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "theirs", quantization_config=fp8_compile.PackConfig())
-    again.save_pretrained(tmp_path / "again")
-    assert torch.equal(load_checkpoint(make(), tmp_path / "again")(IDS).logits, model(IDS).logits)
+    for one in (again, other):
+        one.save_pretrained(tmp_path / "again")
+        assert torch.equal(load_checkpoint(make(), tmp_path / "again")(IDS).logits, model(IDS).logits)
 
 
 def test_a_trainer_saves_a_packed_model(tmp_path: pathlib.Path) -> None:
@@ -154,3 +156,18 @@ def test_a_bias_that_the_checkpoint_lacks_is_initialized(packed, tmp_path: pathl
     assert set(said["missing_keys"]) == {lost}
     assert isinstance(other.transformer.h[0].attn.c_proj, NVFP4Linear)
     assert not other.transformer.h[0].attn.c_proj.bias.any()
+
+
+def test_adapters_that_transformers_has_taken_are_saved_and_nothing_else(tmp_path: pathlib.Path) -> None:
+    from peft import LoraConfig
+
+    model = gpt2()
+    pack(model, method="rtn", progress=False)
+    base = copy.deepcopy(model)
+    model.add_adapter(LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False))
+    model.save_pretrained(tmp_path)
+    assert not (tmp_path / "model.safetensors").exists()
+    base.load_adapter(str(tmp_path))
+    assert torch.equal(base(IDS).logits, model(IDS).logits)
+    with pytest.raises(ValueError, match=r"c_attn has adapters beside its weight.*merge_adapters"):
+        save_checkpoint(model, tmp_path / "whole")
