@@ -80,7 +80,7 @@ def pack_calibrated_folder(
     asked = [format, method, activations, layout, list(include), list(exclude), length, count, text]
     parts = [target / PARTS / f"{number:05}.safetensors" for number in range(len(blocks))]
     resumed = begin_or_resume(target, sorted(source.glob("*.safetensors")), asked, parts)
-    for part, names in zip(parts, tqdm(blocks, desc="pack", unit="block", disable=not progress)):
+    for names, part in zip(tqdm(blocks, desc="pack", unit="block", disable=not progress), parts):
         if part.name in resumed:
             with open_tensors(part) as opened:
                 tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
