@@ -61,7 +61,13 @@ class LayerRows:
             return whole
         first, last = int(self.rows[0]), int(self.rows[-1])
         run = torch.equal(self.rows, torch.arange(first, last + 1))
-        return format.rows(whole, slice(first, last + 1) if run else self.rows)
+        try:
+            return format.rows(whole, slice(first, last + 1) if run else self.rows)
+        except ValueError as error:  # of formats whose rows are not independent
+            raise ValueError(
+                f"{name}: checkpoints and models have its rows in different places, and {format.weights} can't be "
+                "taken apart there; exclude it from packing, or pack it with format='fp8'"
+            ) from error
 
 
 class StoredNames:

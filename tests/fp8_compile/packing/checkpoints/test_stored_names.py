@@ -24,7 +24,7 @@ from transformers import (
     XLMRobertaForCausalLM,
 )
 
-from fp8_compile import PackConfig, load_checkpoint, pack, save_checkpoint
+from fp8_compile import PackConfig, load_checkpoint, pack, pack_folder, save_checkpoint
 
 SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
 PARTS = {
@@ -52,9 +52,9 @@ def llava() -> PreTrainedModel:
     return filled(LlavaForConditionalGeneration(config))
 
 
-def hrm() -> PreTrainedModel:
+def hrm(**options: Any) -> PreTrainedModel:
     """Published with one matrix for the gate, q, k and v of attention, and with one for gate and up; here apart."""
-    sizes = SIZES | {"num_hidden_layers": 2, "num_layers_per_stack": 1, "head_dim": 16}
+    sizes = SIZES | {"num_hidden_layers": 2, "num_layers_per_stack": 1, "head_dim": 16, **options}
     return filled(HrmTextForCausalLM(HrmTextConfig(**sizes, vocab_size=64, max_position_embeddings=64)))
 
 
@@ -146,3 +146,11 @@ def test_experts_of_a_model_that_was_loaded_from_whole_stacks_are_stored_one_by_
     save_checkpoint(model, tmp_path / "packed")
     assert "model.layers.0.block_sparse_moe.experts.3.w2.weight_packed" in stored(tmp_path / "packed")
     assert_same(model, load_checkpoint(mixtral(), tmp_path / "packed"))
+
+
+def test_blocks_of_rows_that_a_checkpoint_tears_apart_are_refused_by_name(tmp_path: pathlib.Path) -> None:
+    model = hrm(num_attention_heads=4)
+    model.save_pretrained(tmp_path / "plain")
+    pack_folder(tmp_path / "plain", tmp_path / "packed", format="fp8_blocks", progress=False)  # of the whole matrices
+    with pytest.raises(ValueError, match=r"layers\.0\.\S+: checkpoints and models have its rows in different places"):
+        load_checkpoint(model, tmp_path / "packed")
