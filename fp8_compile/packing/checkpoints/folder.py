@@ -61,8 +61,8 @@ def pack_folder(
     model_type = _config(source).get("model_type")
     if model_type in TRANSPOSED:
         raise ValueError(
-            f"{source} is a {model_type} model, whose weights are stored [K, N]; pack it with a calibration, or load "
-            "the model, fp8_compile.pack it and save_checkpoint"
+            f"{source} is a {model_type} model, whose weights are stored [K, N]; load the model, fp8_compile.pack it "
+            "and save_checkpoint, or pack the folder with a calibration"
         )
     method = method or kind.method(None, False)
     _check(kind, method, layout)

@@ -55,7 +55,7 @@ def test_a_model_of_transposed_weights_is_packed_with_a_calibration(tmp_path: pa
     model = GPT2LMHeadModel(GPT2Config(vocab_size=320, n_positions=64, n_embd=32, n_layer=2, n_head=2)).eval()
     model.save_pretrained(tmp_path / "source")
     tokenizer().save_pretrained(tmp_path / "source")
-    with pytest.raises(ValueError, match=r"is a gpt2 model, .*pack it with a calibration"):
+    with pytest.raises(ValueError, match=r"is a gpt2 model, .*pack the folder with a calibration"):
         pack_folder(tmp_path / "source", tmp_path / "out", progress=False)
     packed = pack_calibrated_folder(tmp_path / "source", tmp_path / "out", TEXT, method="rtn", length=32)
     assert len(packed) == 8 and "2/2" in capsys.readouterr().err
