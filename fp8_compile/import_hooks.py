@@ -19,26 +19,31 @@ def when_imported(name: str, run: Callable[[], None]) -> None:
 
 
 class _Watch(importlib.abc.MetaPathFinder):
-    """Finds the one library as the other finders do, and runs something after its code; used once."""
+    """Finds the one library as the other finders do, and runs something after its code; used once. To be found is not
+    to be imported: ``importlib.util.find_spec`` is how programs ask whether a library is there."""
 
     def __init__(self, name: str, run: Callable[[], None]) -> None:
-        self.name, self.run = name, run
+        self.name, self.run, self.searching = name, run, False
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != self.name or self not in sys.meta_path:
+        if fullname != self.name or self.searching or self not in sys.meta_path:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        self.searching = True
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self.searching = False
         if spec is None or spec.loader is None:
-            sys.meta_path.insert(0, self)  # it may be installed later
             return spec
-        loader, run, execute = spec.loader, self.run, spec.loader.exec_module
+        execute = spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
-            run()
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+                self.run()
 
-        loader.exec_module = exec_module  # type: ignore[method-assign]
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec

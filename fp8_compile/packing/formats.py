@@ -90,8 +90,8 @@ class Format(abc.ABC, Generic[M]):
         return {}
 
     @abc.abstractmethod
-    def rows(self, matrix: M, rows: slice) -> M:
-        """Some rows of a matrix, in memory of their own."""
+    def rows(self, matrix: M, rows: slice | Tensor) -> M:
+        """Some rows of a matrix, a run of them or by their numbers, in memory of their own."""
 
     @abc.abstractmethod
     def concatenate(self, matrices: Sequence[M], name: str) -> M:
@@ -146,14 +146,17 @@ class NVFP4Format(Format[NVFP4Weight]):
                 shared.update(dict.fromkeys(group, largest))
         return shared
 
-    def rows(self, matrix: NVFP4Weight, rows: slice) -> NVFP4Weight:
+    def rows(self, matrix: NVFP4Weight, rows: slice | Tensor) -> NVFP4Weight:
         codes, block_scales = matrix.codes[rows].contiguous(), matrix.block_scales[rows].contiguous()
         return NVFP4Weight(codes, block_scales, matrix.global_scale, matrix.columns)
 
     def concatenate(self, matrices: Sequence[NVFP4Weight], name: str) -> NVFP4Weight:
         scale = torch.stack([one.global_scale for one in matrices]).amax()
         if any(not torch.equal(one.global_scale, scale) for one in matrices):
-            log.warning("%s: gate and up given one global scale, their block scales searched again", name)
+            same = by_one_scale(matrices)
+            if same is not None:
+                return self.concatenate(same, name)
+            log.warning("%s: its parts given one global scale, their block scales searched again", name)
             whole = torch.cat([one.dequantize() for one in matrices])
             return quantize_nvfp4(whole, "sweep", global_scale=scale, name=name)
         codes, block_scales = (torch.cat([getattr(one, part) for one in matrices]) for part in self.stack.packed[:2])
@@ -206,7 +209,7 @@ class ScaledCodesFormat(Format[C]):
     def rounded(self, w: Tensor, name: str) -> C:
         """The matrix rounded to nearest."""
 
-    def rows(self, matrix: C, rows: slice) -> C:
+    def rows(self, matrix: C, rows: slice | Tensor) -> C:
         return self.matrix(matrix.codes[rows].contiguous(), matrix.scales[rows].contiguous())
 
     def concatenate(self, matrices: Sequence[C], name: str) -> C:
@@ -248,7 +251,12 @@ class FP8BlocksFormat(ScaledCodesFormat[FP8Blocks]):
     def rounded(self, w: Tensor, name: str) -> FP8Blocks:
         return fp8_blocks.quantize(w, name)
 
-    def rows(self, matrix: FP8Blocks, rows: slice) -> FP8Blocks:
+    def rows(self, matrix: FP8Blocks, rows: slice | Tensor) -> FP8Blocks:
+        if isinstance(rows, Tensor):
+            raise ValueError(
+                "checkpoints of this model have the rows of a weight in another order, which tears blocks of 128 rows "
+                "apart; exclude the layer from packing, or pack it with format='fp8'"
+            )
         first, last = rows.start // fp8_blocks.BLOCK, -(-rows.stop // fp8_blocks.BLOCK)
         if rows.start % fp8_blocks.BLOCK:
             raise ValueError(
@@ -275,7 +283,7 @@ class MXFP8Format(ScaledCodesFormat[MXWeight]):
     def rounded(self, w: Tensor, name: str) -> MXWeight:
         return mx_weight.quantize(w, name)
 
-    def rows(self, matrix: MXWeight, rows: slice) -> MXWeight:
+    def rows(self, matrix: MXWeight, rows: slice | Tensor) -> MXWeight:
         return super().rows(mx_weight.by_rows(matrix), rows)
 
     def concatenate(self, matrices: Sequence[MXWeight], name: str) -> MXWeight:

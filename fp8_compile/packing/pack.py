@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from typing import Any, Sequence
 
@@ -10,6 +9,7 @@ from torch import nn
 
 from .adapters import adopt
 from .calibration import Calibration
+from .checkpoints.save_and_load import let_transformers_save
 from .choose import choose_weights
 from .formats import FORMATS, Settings
 from .linear_layers import unwrapped
@@ -85,11 +85,7 @@ def pack(
 def _finished(
     root: nn.Module, rows: list[PackRow], kv_cache: str | None, batches: Sequence[Any] = ()
 ) -> PackReport:
-    if hasattr(root, "save_pretrained") and hasattr(root, "base_model_prefix"):  # a model of transformers
-        with contextlib.suppress(ImportError):  # of a release without quantizers of other packages
-            from .checkpoints.pretrained import let_it_save
-
-            let_it_save(root)
+    let_transformers_save(root)
     adopt(root)
     if kv_cache is not None:
         use_fp8_cache(root, cache_scales(root, batches) if batches else None)

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from fp8_compile.packing.use_fp8_cache import SCALES, Scales, check_kind
 
+from .stored_names import StoredNames
+
 log = logging.getLogger("fp8_compile")
 # Beside k_proj and v_proj, or in the attention module. We have no use for those of queries.
 OF_CACHE = ("k_scale", "v_scale", "q_scale")
@@ -65,9 +67,9 @@ def _attention(root: nn.Module, index: int) -> str:
     return inner[0]  # a decoder's own attention comes before the one that looks at an encoder
 
 
-def read_scales(model: nn.Module, tensors: Mapping[str, Tensor]) -> Scales:
+def read_scales(model: nn.Module, tensors: Mapping[str, Tensor], own: Callable[[str], str] = str) -> Scales:
     """Static scales of a checkpoint: ``k_scale`` and ``v_scale`` of an attention module or of its projections, one
-    number or one for each head; an empty dict where it has none."""
+    number or one for each head; an empty dict where it has none. ``own`` gives the model's name of a stored module."""
     found: dict[int, dict[str, Tensor]] = {}
     config = getattr(model, "config", None)
     groups = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
@@ -75,7 +77,7 @@ def read_scales(model: nn.Module, tensors: Mapping[str, Tensor]) -> Scales:
         module, _, part = name.rpartition(".")
         if part not in ("k_scale", "v_scale"):
             continue
-        layer = _layer_index(model, module)
+        layer = _layer_index(model, own(module))
         if layer is None:
             continue
         scale = tensor.to(torch.float32).flatten()
@@ -107,7 +109,7 @@ def wanted_cache(
     check_kind(kv_cache, root)
     if kv_cache != "fp8_static":
         return None if kv_cache is None else {}
-    found = read_scales(root, tensors)
+    found = read_scales(root, tensors, StoredNames(root).renamed)
     if not found:
         raise ValueError(
             f"{folder}: kv_cache='fp8_static' takes k_scale and v_scale from the checkpoint, and it has none; expected "

@@ -23,11 +23,11 @@ from fp8_compile.packing.calibrate import calibrate
 from fp8_compile.packing.choose import choose_weights
 from fp8_compile.packing.pack import pack, settings_of
 
-from .experts import ExpertNames
 from .files import open_tensors
 from .folder import PROGRESS, begin_or_resume, check_folders, check_format
 from .safetensors_writer import write_safetensors
 from .save_and_load import place_packed, save_checkpoint, stored_as
+from .stored_names import StoredNames
 
 BLOCK = re.compile(r"(.*?[.][0-9]+)[.]")
 PARTS = "packing"
@@ -80,7 +80,7 @@ def pack_calibrated_folder(
     asked = [format, method, activations, layout, list(include), list(exclude), length, count, text]
     parts = [target / PARTS / f"{number:05}.safetensors" for number in range(len(blocks))]
     resumed = begin_or_resume(target, sorted(source.glob("*.safetensors")), asked, parts)
-    for part, names in zip(parts, tqdm(blocks, desc="pack", unit="block", disable=not progress)):
+    for names, part in zip(tqdm(blocks, desc="pack", unit="block", disable=not progress), parts):
         if part.name in resumed:
             with open_tensors(part) as opened:
                 tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
@@ -108,6 +108,7 @@ def by_block(names: Iterable[str]) -> list[list[str]]:
 
 def _stored(model: nn.Module, chosen: Sequence[str], layout: str) -> dict[str, Tensor]:
     """The tensors of some packed weights, and the biases beside them, as the checkpoint will have them."""
-    names = ExpertNames(model)
-    layers = {layer for name in chosen for layer in names.layers(name) or (names.stored(name),)}
+    names = StoredNames(model)
+    layers = {layer for stack in names.stacks.keys() & set(chosen) for layer in names.of(stack)}
+    layers |= names.homes([name for name in chosen if name not in names.stacks]).keys()
     return {name: one for name, one in stored_as(model, layout).tensors.items() if name.rpartition(".")[0] in layers}

@@ -4,24 +4,21 @@
     checkpoint:  model.layers.0.mlp.experts.3.gate_proj, .up_proj, .down_proj              [I, K], [I, K], [K, I]
                  model.layers.0.block_sparse_moe.experts.3.w1, .w3, .w2                    Mixtral's names for them
 
-transformers knows which names a model has: its conversion of stacks to what is stored is run on markers.
+``stored_names.py`` finds out which names a model has.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import re
-from typing import Callable, Mapping
+from typing import Collection, Mapping
 
 import torch
 from torch import Tensor, nn
 
-from fp8_compile.packing.expert_stacks import STACKS, is_experts
 from fp8_compile.packing.formats import format_of, format_of_matrix
 from fp8_compile.packing.linear_layers import parameter_of
 from fp8_compile.packing.packed_experts import PackedExperts, PackedStack
 from fp8_compile.packing.packed_weight import Matrix
-from fp8_compile.torch_internals import transformers
 
 LAYERS_OF_STACK = {"gate_up_proj": 2}  # rows of gate, then rows of up; of other stacks 1
 
@@ -39,70 +36,42 @@ class ExpertRows:
         return slice(self.half * count // self.halves, (self.half + 1) * count // self.halves)
 
 
-class ExpertNames:
-    """Names in a checkpoint of a model's experts, and of what else transformers renames with them."""
-
-    def __init__(self, root: nn.Module) -> None:
-        self.stacks = {
-            f"{name}.{own}".strip("."): module
-            for name, module in root.named_modules()
-            if is_experts(module)
-            for own in STACKS
-            if module._parameters.get(own) is not None or f"{own}_packed" in module._modules
-        }
-        conversions = transformers.conversions(root) if self.stacks else None
-        self.stored = conversions.stored if conversions else str
-        self.own = conversions.own if conversions else str
-        self.parts: dict[str, ExpertRows] = {}
-        for name, module in self.stacks.items():
-            self.parts |= _parts(name, module, conversions.split if conversions else None)
-
-    def of(self, stack: str) -> dict[str, ExpertRows]:
-        """The layers of a checkpoint that a stack is stored as; an error where they are not known."""
-        found = self.layers(stack)
-        if not found:
-            raise ValueError(
-                f"{stack}: checkpoints of this model don't hold a matrix an expert, the only form of packed experts "
-                f"there; exclude {stack!r} from packing, or save model.state_dict()"
-            )
-        return found
-
-    def layers(self, stack: str) -> dict[str, ExpertRows]:
-        """The same, and nothing where they are not known."""
-        return {layer: part for layer, part in self.parts.items() if part.stack == stack}
-
-    def parameter(self, stack: str) -> nn.Parameter | PackedStack:
-        """The stack as the model has it, plain or packed; it has a dtype and a shape."""
-        return _parameter(self.stacks[stack], stack.rpartition(".")[2])
-
-
-def _parts(
-    name: str, module: nn.Module, split: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None
-) -> dict[str, ExpertRows]:
-    """Split a stack of markers, numbers that say which expert and half they are of, as the stack would be saved."""
-    halves = LAYERS_OF_STACK.get(name.rpartition(".")[2], 1)
-    count = _parameter(module, name.rpartition(".")[2]).shape[0]
+def marked_stack(stack: str, module: nn.Module) -> Tensor | None:
+    """Markers in the place of a stack, numbers that say which expert and half they are of; None for a stack whose
+    experts are not matrices [N, K] with gate above up."""
+    halves = LAYERS_OF_STACK.get(stack.rpartition(".")[2], 1)
     if module.is_transposed or (halves > 1 and not module.is_concatenated):
+        return None
+    count = parameter_of_stack(module, stack.rpartition(".")[2]).shape[0]
+    return torch.arange(count * halves).view(count, halves, 1)
+
+
+def parts_of_markers(stack: str, markers: Tensor, made: Mapping[str, Tensor]) -> dict[str, ExpertRows]:
+    """The layers that a stack of markers was saved as; none where that is not one matrix per expert and half."""
+    if len(made) != markers.numel() or not all(key.endswith(".weight") for key in made):
         return {}
-    if split is None:
-        parent, own = name.rpartition(".")[::2]
-        names = ("gate_proj", "up_proj") if halves > 1 else (own,)
-        return {
-            f"{parent}.{expert}.{one}".strip("."): ExpertRows(name, expert, half, halves)
-            for expert in range(count)
-            for half, one in enumerate(names)
-        }
-    markers = torch.arange(count * halves).view(count, halves, 1)
-    made = split({name: markers})
-    if len(made) != count * halves or not all(key.endswith(".weight") for key in made):
-        return {}
+    halves = markers.shape[1]
     return {
-        key.removesuffix(".weight"): ExpertRows(name, *divmod(int(marker), halves), halves)
+        key.removesuffix(".weight"): ExpertRows(stack, *divmod(int(marker), halves), halves)
         for key, marker in made.items()
     }
 
 
-def _parameter(module: nn.Module, own: str) -> nn.Parameter | PackedStack:
+def plain_parts(stack: str, module: nn.Module) -> dict[str, ExpertRows]:
+    """The same for a model that transformers doesn't know."""
+    markers = marked_stack(stack, module)
+    if markers is None:
+        return {}
+    parent, own = stack.rpartition(".")[::2]
+    names = ("gate_proj", "up_proj") if markers.shape[1] > 1 else (own,)
+    return {
+        f"{parent}.{expert}.{one}".strip("."): ExpertRows(stack, expert, half, len(names))
+        for expert in range(len(markers))
+        for half, one in enumerate(names)
+    }
+
+
+def parameter_of_stack(module: nn.Module, own: str) -> nn.Parameter | PackedStack:
     if isinstance(module, PackedExperts) and own in module.stacks:
         return module.stack(own)
     return parameter_of(module, own)
@@ -160,29 +129,38 @@ def _check_alike(
             )
 
 
-def split_plain(names: ExpertNames, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Other tensors as a checkpoint names them; a stack that is not packed becomes one matrix per expert, too."""
+def split_stacks(
+    parts: Mapping[str, ExpertRows], stacks: Collection[str], tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Tensors with one matrix per expert in the place of a stack, where ``parts`` names them."""
+    by_stack = _by_stack(parts)
     out: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        layers = names.layers(name) if name in names.stacks else {}
+        layers = by_stack.get(name, {}) if name in stacks else {}
         for layer, part in layers.items():
             out[f"{layer}.weight"] = tensor[part.expert, part.rows(tensor.shape[1])].contiguous()
         if not layers:
-            out[names.stored(name)] = tensor
+            out[name] = tensor
     return out
 
 
-def join_plain(names: ExpertNames, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The inverse of ``split_plain``."""
-    out = {
-        names.own(name): tensor
-        for name, tensor in tensors.items()
-        if re.sub(r"\.weight$", "", name) not in names.parts
-    }
-    for stack in names.stacks:
-        layers = names.layers(stack)
+def join_stacks(
+    parts: Mapping[str, ExpertRows], stacks: Collection[str], tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The inverse of ``split_stacks``."""
+    by_stack = _by_stack(parts)
+    out = {name: tensor for name, tensor in tensors.items() if name.removesuffix(".weight") not in parts}
+    for stack in stacks:
+        layers = by_stack.get(stack, {})
         if layers and all(f"{layer}.weight" in tensors for layer in layers):
             ordered = sorted(layers, key=lambda layer: (layers[layer].expert, layers[layer].half))
             rows = torch.stack([tensors[f"{layer}.weight"] for layer in ordered])
             out[stack] = rows.view(-1, next(iter(layers.values())).halves * rows.shape[1], rows.shape[2])
     return out
+
+
+def _by_stack(parts: Mapping[str, ExpertRows]) -> dict[str, dict[str, ExpertRows]]:
+    found: dict[str, dict[str, ExpertRows]] = {}
+    for layer, part in parts.items():
+        found.setdefault(part.stack, {})[layer] = part
+    return found

@@ -13,9 +13,9 @@ from fp8_compile.packing.linear_layers import is_linear, weight_of
 from fp8_compile.packing.packed_linear import PackedLinear
 from fp8_compile.packing.packed_weight import Matrix
 
-from .experts import ExpertNames
 from .layouts import WIDE
 from .packed_layers import Stored
+from .stored_names import StoredNames
 
 ARCHITECTURE = "load it into the architecture it was saved from"
 
@@ -51,7 +51,7 @@ def check_layer(folder: pathlib.Path, name: str, layer: nn.Module | None, weight
 
 
 def check_experts(
-    names: ExpertNames, tensors: Mapping[str, Tensor], found: Mapping[str, Stored], where: Mapping[str, Any]
+    names: StoredNames, tensors: Mapping[str, Tensor], found: Mapping[str, Stored], where: Mapping[str, Any]
 ) -> None:
     """Raise unless experts that are not packed in the checkpoint are plain matrices of the stack's size."""
     for layer, part in names.parts.items():

@@ -58,6 +58,12 @@ def pack_folder(
     source, target = pathlib.Path(src), pathlib.Path(dst)
     kind = check_format(format)
     check_folders(source, target)
+    model_type = _config(source).get("model_type")
+    if model_type in TRANSPOSED:
+        raise ValueError(
+            f"{source} is a {model_type} model, whose weights are stored [K, N]; load the model, fp8_compile.pack it "
+            "and save_checkpoint, or pack the folder with a calibration"
+        )
     method = method or kind.method(None, False)
     _check(kind, method, layout)
     stored = kind.layout(layout, str(source))
@@ -150,14 +156,10 @@ def check_folders(source: pathlib.Path, target: pathlib.Path) -> None:
         raise ValueError(f"{source} has no config.json; expected the folder of a Hugging Face model")
     if source.resolve() == target.resolve():
         raise ValueError(f"{target} is the folder that is read; choose another one to write to")
-    config = _config(source)
-    if "quantization_config" in config:
+    if target.exists() and not target.is_dir():
+        raise ValueError(f"{target} is a file; expected a folder to write to, or a name that is free")
+    if "quantization_config" in _config(source):
         raise ValueError(f"{source} is quantized already; start from the original weights")
-    if config.get("model_type") in TRANSPOSED:
-        raise ValueError(
-            f"{source} is a {config['model_type']} model, whose weights are stored [K, N]; load the model, "
-            "fp8_compile.pack it and save_checkpoint"
-        )
 
 
 def _config(source: pathlib.Path) -> dict[str, Any]:

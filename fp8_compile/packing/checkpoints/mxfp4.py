@@ -19,7 +19,7 @@ from fp8_compile.kernels.nvfp4 import e2m1
 from fp8_compile.kernels.nvfp4.weight import NVFP4Weight
 from fp8_compile.packing.packed_experts import NVFP4Stack, PackedStack
 
-from .experts import ExpertNames
+from .stored_names import StoredNames
 
 log = logging.getLogger("fp8_compile")
 PARTS = ("blocks", "scales")
@@ -27,7 +27,7 @@ BLOCK, LOW, HIGH = 32, -9, 8  # weights per scale; the exponents of powers of tw
 
 
 def read_mxfp4(
-    names: ExpertNames, tensors: Mapping[str, Tensor], device: torch.device | None
+    names: StoredNames, tensors: Mapping[str, Tensor], device: torch.device | None
 ) -> dict[str, PackedStack]:
     """The stacks of a model that a checkpoint holds in MXFP4."""
     found: dict[str, PackedStack] = {}

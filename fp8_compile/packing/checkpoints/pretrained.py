@@ -21,20 +21,29 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from fp8_compile.packing.choose import choose_weights
 from fp8_compile.packing.formats import Settings
-from fp8_compile.packing.linear_layers import ON_META, fused_groups
+from fp8_compile.packing.linear_layers import ON_META, fused_groups, parameter_of
 from fp8_compile.packing.pack import settings_of
+from fp8_compile.packing.packed_experts import LazyStack
+from fp8_compile.packing.packed_linear import PackedLinear
 from fp8_compile.packing.packer import Packer
 from fp8_compile.packing.use_fp8_cache import KINDS as CACHES
 from fp8_compile.packing.use_fp8_cache import use_fp8_cache
-from fp8_compile.torch_internals.transformers import mark_initialized, pass_over, use_all_conversions
+from fp8_compile.torch_internals.transformers import (
+    is_initialized,
+    mark_initialized,
+    pass_over,
+    save_as_given,
+    saves_adapters,
+    use_all_conversions,
+)
 
 from .cache_scales import OF_CACHE, say_unused, wanted_cache
-from .experts import ExpertNames
 from .files import open_tensors
 from .mxfp4 import PARTS as MXFP4_PARTS
 from .packed_layers import packed_layers
 from .safetensors_writer import DTYPES
 from .save_and_load import place_packed, stored_as
+from .stored_names import StoredNames
 
 METHOD = "fp8_compile"
 TORCH = {name: dtype for dtype, name in DTYPES.items()}
@@ -88,6 +97,8 @@ class PackQuantizer(HfQuantizer):
         self.removed: dict[str, nn.Parameter] = {}  # parameters on the meta device that packed weights stand for
         self.groups: dict[str, tuple[str, ...]] = {}  # weights that are packed while loading, by name, with their group
         self.waiting: dict[str, Tensor] = {}  # weights that are there, but not all of their group
+        self.taken: set[str] = set()  # weights that have been there
+        self.missing: set[str] = set()  # transformers' own set of what the checkpoint lacks
 
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: Sequence[str] | None = None, **_: Any
@@ -102,24 +113,25 @@ class PackQuantizer(HfQuantizer):
 
     def _find_packed(self, model: Any, described: dict[str, Tensor]) -> None:
         """Take the parameters that the checkpoint has packed out of the model, so that transformers looks for none."""
-        names, found = ExpertNames(model), packed_layers(described)
+        names, found = StoredNames(model), packed_layers(described)
         used = {tensor for layer, stored in found.items() for tensor in stored.tensor_names(layer)}
         mixtures = {f"{stack}_{part}": stack for stack in names.stacks for part in MXFP4_PARTS}
         self.packed = [name for name in described if name in used or name in mixtures]
         self.cache = cache = [name for name in described if name.rpartition(".")[2] in OF_CACHE]
         parameters = dict(model.named_parameters(remove_duplicate=False))
-        for name in self.packed:
-            layer = name.rpartition(".")[0]
-            part = names.parts.get(layer)
-            own = mixtures.get(name) or (part.stack if part is not None else f"{names.own(layer)}.weight")
-            if own in parameters:
-                self.removed[own] = parameters[own]
-                module, last = _home(model, own)
-                module._parameters[last] = None
-                mark_initialized(module)
+        packed = {mixtures[name] for name in self.packed if name in mixtures}
+        packed |= {names.parts[layer].stack for layer in found if layer in names.parts}
+        packed |= {f"{layer}.weight" for layer in names.found_in([one for one in found if one not in names.parts])}
+        for own in packed & parameters.keys():
+            self.removed[own] = parameters[own]
+            module, last = _home(model, own)
+            del module._parameters[last]
+            # Modules initialize what they have, and what their children have: they find it, and leave it alone.
+            mark_initialized(parameters[own])
+            vars(module)[last] = parameters[own]
         if self.packed:
             passed = {rf"^{name.replace('.', '[.]')}$" for name in (*self.packed, *cache)}
-            passed |= {rf"^{names.own(name).replace('.', '[.]')}$" for name in (*self.packed, *cache)}
+            passed |= {rf"^{names.renamed(name).replace('.', '[.]')}$" for name in (*self.packed, *cache)}
             passed |= {rf"^{own.replace('.', '[.]')}" for own in self.removed}  # a merge of experts names the stack
             pass_over(model, passed)
 
@@ -146,6 +158,7 @@ class PackQuantizer(HfQuantizer):
     def take(self, model: Any, name: str, value: Tensor) -> None:
         """Keep a weight until all of its group are there, then pack them."""
         self.waiting[name] = value
+        self.taken.add(name)
         group = self.groups[name]
         if all(one in self.waiting for one in group):
             self._pack(model, group)
@@ -159,8 +172,24 @@ class PackQuantizer(HfQuantizer):
                 layers[name.removesuffix(".weight")] = module
             else:
                 stacks[name] = next(one for key, one in choose_weights(model, (name,), ())[1].items() if key == name)
-            mark_initialized(module)
         Packer(model, layers, stacks, self.settings).pack_all(None, False)
+
+    def _take_the_rest(self, model: Any) -> None:
+        """Take weights that were put into the model: the checkpoint has them in one matrix with others, the first of
+        which is not to be packed."""
+        for name in self.groups.keys() - self.taken:
+            module, own = _home(model, name)
+            parameter = module._parameters.get(own)
+            if parameter is not None and is_initialized(parameter):
+                self.take(model, name, parameter.detach())
+
+    def _initialize_biases(self, model: Any) -> None:
+        """Set the biases of packed layers that the checkpoint lacks to zero, as transformers does with those of linear
+        layers. It warns of them."""
+        for name in self.taken:
+            module, _ = _home(model, name)
+            if isinstance(module, PackedLinear) and f"{name.removesuffix('weight')}bias" in self.missing:
+                nn.init.zeros_(parameter_of(module, "bias"))
 
     @property
     def settings(self) -> Settings:
@@ -168,12 +197,15 @@ class PackQuantizer(HfQuantizer):
         return settings_of(config.format, config.method, config.activations, False, 16, {})
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
+        self._take_the_rest(model)
         for group in {self.groups[name]: None for name in list(self.waiting)}:
             self._pack(model, [name for name in group if name in self.waiting])
+        self._initialize_biases(model)
         if self.removed:
-            use_all_conversions(model)  # none was used for packed experts
+            use_all_conversions(model)  # none was used for packed weights
             for name, parameter in self.removed.items():
                 module, own = _home(model, name)
+                vars(module).pop(own, None)
                 module._parameters[own] = parameter
             tensors, where = _read(self.files, set(self.packed))
             folder = self.files[0].parent
@@ -188,8 +220,11 @@ class PackQuantizer(HfQuantizer):
             say_unused(self.cache)
         return model
 
-    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """The tensors as ``save_checkpoint`` stores them; the configuration is what says so."""
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
+        """The tensors as ``save_checkpoint`` stores them; the configuration is what says so. None for a model with
+        adapters, of which transformers saves those alone, by their names in the model."""
+        if saves_adapters(model):
+            return None, {}
         stored = stored_as(model, self.quantization_config.layout)
         self.quantization_config.stored = stored.config
         model.config.quantization_config = self.quantization_config
@@ -219,12 +254,17 @@ class _Pack(ConversionOps):
         source_patterns: list[str] | None = None,
         target_patterns: list[str] | None = None,
         **kwargs: Any,
-    ) -> dict[str, list[Tensor]]:
+    ) -> dict[str, Any]:
+        plain: dict[str, Any] = {}  # not to be packed, but stored in one matrix with a weight that is
         for name, value in input_dict.items():
+            if name not in self.quantizer.groups:
+                plain[name] = value
+                continue
             self.quantizer.take(kwargs["model"], name, value[0] if isinstance(value, list) else value)
             if kwargs.get("missing_keys") is not None:
-                kwargs["missing_keys"].discard(name)
-        return {}
+                self.quantizer.missing = kwargs["missing_keys"]
+                self.quantizer.missing.discard(name)
+        return plain
 
 
 def let_it_save(root: nn.Module) -> None:
@@ -268,5 +308,7 @@ def _merge(own: Any, given: Any) -> Any:
     return given if isinstance(given, PackConfig) else _merge_theirs(own, given)
 
 
+mark_initialized(LazyStack)  # a class's mark is that of all its tensors
+save_as_given(lambda model: isinstance(getattr(model, "hf_quantizer", None), PackQuantizer))
 _merge_theirs = AutoHfQuantizer.merge_quantization_configs
 AutoHfQuantizer.merge_quantization_configs = staticmethod(_merge)  # type: ignore[method-assign, assignment]

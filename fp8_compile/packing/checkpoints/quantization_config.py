@@ -26,6 +26,7 @@ class Group:
     layout: Layout[Any]
     static_inputs: bool | None
     layers: list[str] = dataclasses.field(default_factory=list)
+    renamed: list[str] = dataclasses.field(default_factory=list)  # layers as transformers has them in memory
     experts: list[str] = dataclasses.field(default_factory=list)  # modules that hold one matrix per expert and role
 
     @property
@@ -38,12 +39,15 @@ def quantization_config(
     ignore: Sequence[str],
     ignored_experts: Sequence[str] = (),
     kv_cache: str | None = None,
+    ignored_renamed: Sequence[str] = (),
 ) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """The object for ``config.json``, and other JSON files by name. ``ignored_experts`` are modules whose experts are
-    not packed; ``kv_cache`` says how the static scales of an FP8 cache are stored, None where there are none."""
+    not packed; ``kv_cache`` says how the static scales of an FP8 cache are stored, None where there are none.
+    ``ignored_renamed`` are layers of ``ignore`` as transformers has them in memory, where that is another name."""
     if groups[0].layout.name == "modelopt":
         return _modelopt(groups, [*ignore, *ignored_experts], kv_cache)
-    return _compressed_tensors(groups, [*ignore, *map(every_expert, ignored_experts)], kv_cache), {}
+    patterns = [*map(every_expert, ignored_experts), *map(in_memory, ignored_renamed)]
+    return _compressed_tensors(groups, [*ignore, *patterns], kv_cache), {}
 
 
 def every_expert(module: str) -> str:
@@ -52,10 +56,16 @@ def every_expert(module: str) -> str:
     return rf"re:{re.escape(module)}\.\d+\.\w+$"
 
 
+def in_memory(layer: str) -> str:
+    """A target for a layer as transformers has it: it looks for the names that it gives a model in memory, servers for
+    those in the checkpoint."""
+    return rf"re:{re.escape(layer)}$"
+
+
 def _compressed_tensors(groups: Sequence[Group], ignore: list[str], kv_cache: str | None) -> dict[str, Any]:
     described = {}
     for number, group in enumerate(groups):
-        named = [*group.layers, *map(every_expert, group.experts)]
+        named = [*group.layers, *map(every_expert, group.experts), *map(in_memory, group.renamed)]
         described[f"group_{number}"] = {"targets": ["Linear"] if len(groups) == 1 else named, **group.scheme}
     stored = {group.scheme["format"] for group in groups}
     cache = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": kv_cache, "dynamic": False}

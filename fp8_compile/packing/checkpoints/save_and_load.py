@@ -9,6 +9,7 @@ folder/model.gguf                        layout="gguf"
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 from typing import Any, Collection, Mapping, NamedTuple
@@ -16,6 +17,7 @@ from typing import Any, Collection, Mapping, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fp8_compile.packing.adapters import is_adapted
 from fp8_compile.packing.calibration import Calibration
 from fp8_compile.packing.input_scales import shared_scales
 from fp8_compile.packing.linear_layers import unwrapped, weight_of
@@ -28,7 +30,7 @@ from fp8_compile.whole_files import write_json
 
 from .cache_scales import wanted_cache, without_cache_scales
 from .complete_folder import check_tokenizer, own_config, write_other_files
-from .experts import ExpertNames, join_plain, joined
+from .experts import joined
 from .files import INDEX, read_tensors, read_with_files, remove_others
 from .fit import check_activations, check_experts, check_layer, check_others
 from .gguf import write_gguf
@@ -38,6 +40,7 @@ from .mxfp4 import read_mxfp4
 from .packed_layers import LAYOUTS, Stored, check_whole, packed_layers, read_layers
 from .safetensors_writer import write_safetensors
 from .stored_model import StoredModel, fuse_weights, stored_model
+from .stored_names import StoredNames
 
 SHARD_BYTES = 5_000_000_000
 __all__ = ["load_checkpoint", "packed_stacks", "read_tensors", "save_checkpoint"]
@@ -66,7 +69,9 @@ def save_checkpoint(
         parts = _parts(root)
         if parts.stacks:
             raise ValueError(f"{next(iter(parts.stacks))}: layout='gguf' holds no experts; {CONVERTER}")
-        write_gguf(root, folder / "model.gguf", parts.weights, parts.others, tokenizer)
+        names = StoredNames(root, of_its_checkpoint=False)  # the names that the gguf package knows
+        weights = {home: rows.of(parts.weights, home) for home, rows in names.homes(parts.weights).items()}
+        write_gguf(root, folder / "model.gguf", weights, names.store(parts.others), tokenizer)
         return
     stored = stored_as(root, layout, calibration)
     (folder / "config.json").unlink(missing_ok=True)  # until the end the folder is not a checkpoint
@@ -87,6 +92,13 @@ class _Parts(NamedTuple):
 
 
 def _parts(root: nn.Module) -> _Parts:
+    adapted = next((name for name, one in root.named_modules() if is_adapted(one)), None)
+    if adapted is not None:
+        raise ValueError(
+            f"{adapted} has adapters beside its weight, which checkpoints of packed models don't hold; call "
+            "fp8_compile.merge_adapters(model) and save model.unload(), or save the adapters by themselves "
+            "(model.save_pretrained) and the model without them"
+        )
     packed = {name: one for name, one in root.named_modules() if isinstance(one, PackedLinear)}
     stacks = packed_stacks(root)
     if not packed and not stacks:
@@ -97,7 +109,7 @@ def _parts(root: nn.Module) -> _Parts:
     fuse_weights(packed, weights)
     everywhere = dict(root.named_modules(remove_duplicate=False))  # a layer in two places has two names in state_dict()
     others = {name: tensor for name, tensor in root.state_dict().items() if not _is_packed(name, everywhere)}
-    return _Parts(packed, stacks, weights, _without_twins(others))
+    return _Parts(packed, stacks, weights, _without_twins(root, others))
 
 
 def stored_as(root: nn.Module, layout: str, calibration: Calibration | None = None) -> StoredModel:
@@ -136,7 +148,18 @@ def load_checkpoint(
         raise ValueError(f"{folder}: tensors missing: {missing or 'none'}; not of this model: {unexpected or 'none'}")
     if cache is not None:
         use_fp8_cache(root, cache)
+    if filled:
+        let_transformers_save(root)
     return model
+
+
+def let_transformers_save(root: nn.Module) -> None:
+    """Have ``save_pretrained`` write what ``save_checkpoint`` writes, if this is a model of transformers."""
+    if hasattr(root, "save_pretrained") and hasattr(root, "base_model_prefix"):
+        with contextlib.suppress(ImportError):  # of a release without quantizers of other packages
+            from .pretrained import let_it_save
+
+            let_it_save(root)
 
 
 def place_packed(
@@ -150,47 +173,38 @@ def place_packed(
     """Put the packed weights among a checkpoint's tensors into a model. The result is the other tensors, by the model's
     names, and the ids of the modules that were filled. ``device`` is where weights go, by default where the model's
     are."""
-    names = ExpertNames(root)
+    names = StoredNames(root)
     found = packed_layers(tensors)
     check_whole(found, tensors, where)
     check_activations(found, activations)
-    experts: dict[str, str] = {}
-    stacks: dict[str, PackedStack] = {}
-    if names.stacks:
-        check_experts(names, tensors, found, where)
-        stacks, experts = _read_experts(names, tensors, found, device, activations)
-        mixtures = read_mxfp4(names, tensors, device)
-        of_mixtures = {f"{stack}_{part}" for stack in mixtures for part in MXFP4_PARTS}
-        kept = {
-            name: tensor
-            for name, tensor in tensors.items()
-            if name.rpartition(".")[0] not in experts and name not in of_mixtures
-        }
-        stacks |= mixtures
-        experts |= {stack: stack for stack in mixtures}
-        tensors = join_plain(names, kept)
-        found = packed_layers(tensors)
-        check_whole(found, tensors, where)
-    modules = dict(root.named_modules())
+    check_experts(names, tensors, found, where)
+    stacks, experts = _read_experts(names, tensors, found, device, activations)
+    mixtures = read_mxfp4(names, tensors, device)
+    layers = {name: stored for name, stored in found.items() if name not in experts}
+    sources = names.found_in(layers)
+    modules, read = dict(root.named_modules()), read_layers(layers, tensors)
     weights: dict[str, Matrix] = {}
-    for name, stored in found.items():
-        weights[name] = stored.layout.read(name, tensors)
+    for name, rows in sources.items():
+        weights[name] = rows.of(read, name)
         check_layer(folder, name, modules.get(name), weights[name])
     used = {tensor for name, stored in found.items() for tensor in stored.tensor_names(name)}
-    rest = {name: tensor for name, tensor in tensors.items() if name not in used}
+    used |= {f"{stack}_{part}" for stack in mixtures for part in MXFP4_PARTS}
+    rest = names.load({name: tensor for name, tensor in tensors.items() if name not in used})
     check_others(root, rest, where, folder)
-    input_scales = _input_scales(found, tensors) if activations else {}
+    input_scales = _input_scales(layers, tensors) if activations else {}
     # All was read and checked: from here on the model changes.
+    stacks |= mixtures
     for stack, packed in stacks.items():
         replace_stack(names.stacks[stack], stack.rpartition(".")[2], packed)
-    for name, (format, _) in found.items():
-        layer = modules[name]
+    for name, rows in sources.items():
+        layer, (format, _) = modules[name], layers[rows.layers[0]]
         dtype = layer.dtype if isinstance(layer, PackedLinear) else weight_of(layer).dtype
         place = device or next(iter([*layer.parameters(), *layer.buffers()])).device
-        scale = input_scales[name].to(place) if name in input_scales else None
+        given = [input_scales[one].to(place) for one in rows.layers if one in input_scales]
+        scale = torch.stack(given).amax(0) if len(given) > 1 else next(iter(given), None)
         inputs = activations if activations in format.activations else None
         format.linear.convert(layer, weights[name].to(place), dtype, inputs, scale)
-    filled = {id(modules[name]) for name in found} | {id(one) for one in packed_stacks(root, experts.values()).values()}
+    filled = {id(modules[name]) for name in sources} | {id(one) for one in packed_stacks(root, stacks).values()}
     return rest, filled
 
 
@@ -216,7 +230,7 @@ def packed_stacks(root: nn.Module, names: Collection[str] | None = None) -> dict
 
 
 def _read_experts(
-    names: ExpertNames,
+    names: StoredNames,
     tensors: Mapping[str, Tensor],
     found: Mapping[str, Stored],
     device: torch.device | None,
@@ -226,7 +240,7 @@ def _read_experts(
     stacks: dict[str, PackedStack] = {}
     taken: dict[str, str] = {}
     for stack, module in names.stacks.items():
-        layers = names.layers(stack)
+        layers = names.experts(stack)
         if not any(layer in found for layer in layers):
             continue
         before = names.parameter(stack)
@@ -250,15 +264,15 @@ def _is_packed(name: str, modules: Mapping[str, nn.Module]) -> bool:
     return isinstance(module, PackedWeight) and part in module.packed
 
 
-def _without_twins(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors with only the first name of those that are tied, as transformers saves them."""
-    seen: dict[Any, str] = {}
-    return {
-        name: tensor
-        for name, tensor in tensors.items()
-        if not tensor.numel()
-        or seen.setdefault((tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()), name) == name
-    }
+def _without_twins(root: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors with one name of those that are tied, as transformers saves them: the one that the others are tied
+    to, where the model says so, or the first."""
+    tied = getattr(root, "all_tied_weights_keys", {})
+    names: dict[Any, str] = {}
+    for name, tensor in sorted(tensors.items(), key=lambda one: one[0] in tied):
+        names.setdefault((tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()), name)
+    kept = set(names.values())
+    return {name: tensor for name, tensor in tensors.items() if name in kept or not tensor.numel()}
 
 
 def _is_tied(root: nn.Module, name: str, given: Mapping[str, Tensor]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any, Mapping, NamedTuple, cast
 
+import torch
 from torch import Tensor, nn
 
 from fp8_compile.kernels.nvfp4.weight import NVFP4Weight
@@ -18,8 +19,9 @@ from fp8_compile.packing.packed_nvfp4_inputs import NVFP4InputsLinear
 from fp8_compile.packing.packed_weight import Matrix
 
 from .cache_scales import written_scales
-from .experts import ExpertNames, module_of_expert, part_of, split_plain
+from .experts import module_of_expert, part_of
 from .quantization_config import Group, quantization_config
+from .stored_names import StoredNames
 
 log = logging.getLogger("fp8_compile")
 # Inputs of experts as checkpoints have them, by format: servers read FP8 experts only with inputs in FP8, one scale per
@@ -27,11 +29,13 @@ log = logging.getLogger("fp8_compile")
 STACK_INPUTS = {"fp8": False}
 
 
-def unpacked_matrices(root: nn.Module, names: ExpertNames, tensors: Mapping[str, Tensor]) -> list[str]:
+def unpacked_matrices(root: nn.Module, names: StoredNames, tensors: Mapping[str, Tensor]) -> list[str]:
     """The linear layers that are not packed, by the names in the checkpoint, and every other matrix that is stored:
     routers are linear layers of servers' models, too. Embeddings are not."""
-    layers = [names.stored(name) for name in linear_layers(root)]
-    embeddings = {names.stored(name) for name, one in root.named_modules() if isinstance(one, nn.Embedding)}
+    unpacked = {name for name in linear_layers(root) if name in names.sources}
+    layers = [name for name, rows in names.layers.items() if unpacked.issuperset(rows.layers)]
+    modules = (f"{name}.weight" for name, one in root.named_modules() if isinstance(one, nn.Embedding))
+    embeddings = {names.stored(name).removesuffix(".weight") for name in modules}
     matrices = (name for name, one in tensors.items() if name.endswith(".weight") and one.dim() == 2)
     found = dict.fromkeys([*layers, *(name.removesuffix(".weight") for name in matrices)])
     return [name for name in found if name not in embeddings]
@@ -55,22 +59,29 @@ def stored_model(
     calibration: Calibration | None,
 ) -> StoredModel:
     """``weights`` are those of ``packed``, after ``fuse_weights``; ``others`` all tensors that are not packed."""
-    names = ExpertNames(root)
-    tensors = split_plain(names, others)
+    names = StoredNames(root)
+    homes = names.homes(packed)
+    tensors = names.store(others)
     ignore = unpacked_matrices(root, names, tensors)
     scales = _nvfp4_inputs(packed, stacks, calibration)
     groups: dict[tuple[str, bool | None], Group] = {}
-    for name, layer in packed.items():
-        stored, format = names.stored(name), format_of(layer)
+    for stored, rows in homes.items():
+        layer = packed[rows.layers[0]]
+        format = format_of(layer)
         written = format.layout(layout, stored)
-        tensors |= written.tensors(stored, weights[name], scales.get(name, layer.static_scale))
-        inputs = True if name in scales else layer.static_inputs
-        groups.setdefault((format.name, inputs), Group(written, inputs)).layers.append(stored)
+        own = [scales.get(name, packed[name].static_scale) for name in rows.layers]
+        given = [scale for scale in own if scale is not None]  # of layers in one matrix the largest: none saturates
+        scale = torch.stack(given).amax(0) if len(given) > 1 else next(iter(given), None)
+        tensors |= written.tensors(stored, rows.of(weights, stored), scale)
+        inputs = True if rows.layers[0] in scales else layer.static_inputs
+        group = groups.setdefault((format.name, inputs), Group(written, inputs))
+        group.layers.append(stored)
+        group.renamed += [name for name in rows.layers if name != stored]
     for stack, module in stacks.items():
         format = format_of(module)
         check_stack(stack, format, layout)
-        written, own = format.layout(layout, stack), module.static_inputs
-        inputs = True if stack in scales else STACK_INPUTS.get(format.name) if own is None else own
+        written, static = format.layout(layout, stack), module.static_inputs
+        inputs = True if stack in scales else STACK_INPUTS.get(format.name) if static is None else static
         parts = names.of(stack)
         scale = scales.get(stack, module._buffers.get("input_scale"))
         for name, part in parts.items():
@@ -79,7 +90,8 @@ def stored_model(
         group.experts = list(dict.fromkeys([*group.experts, *map(module_of_expert, parts)]))
     unpacked = dict.fromkeys(module_of_expert(name) for name, part in names.parts.items() if part.stack not in stacks)
     cache = written_scales(root, layout, names.stored)
-    described = quantization_config(list(groups.values()), ignore, list(unpacked), cache.strategy)
+    renamed = [name for name in linear_layers(root) if name not in ignore]
+    described = quantization_config(list(groups.values()), ignore, list(unpacked), cache.strategy, renamed)
     return StoredModel(tensors | cache.tensors, *described)
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM
 
 from fp8_compile import load_checkpoint, pack, pack_folder, save_checkpoint
-from fp8_compile.packing.checkpoints.experts import ExpertNames
+from fp8_compile.packing.checkpoints.stored_names import StoredNames
 from fp8_compile.packing.packed_experts import PackedExperts
 
 IDS = torch.arange(12).view(2, 6)
@@ -129,6 +129,6 @@ def test_experts_of_a_model_that_transformers_does_not_know_have_plain_names() -
             super().__init__()
             self.experts = qwen().model.layers[0].mlp.experts
 
-    parts = ExpertNames(Block()).parts
+    parts = StoredNames(Block()).parts
     assert len(parts) == 12 and parts["experts.2.up_proj"].rows(96) == slice(48, 96)
     assert parts["experts.2.down_proj"].stack == "experts.down_proj"
