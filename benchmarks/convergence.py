@@ -11,9 +11,9 @@ same ratio on text that no run has seen, where the weights that a run ends with 
 shows is the noise of the comparison. To keep it small, activations keep their size from block to block at the
 beginning, a step has 2048 tokens, gradients are clipped, and the learning rate rises for a tenth of the steps and falls
 to 0 in the second half. ``+late``: the forward gemms of the last fifth of the steps are in high precision
-(``fp8_compile.set_precision``); any other word after a ``+`` is an option of the backend that is True, as in
-``nvfp4+four_over_six+late``. ``mxfp8+formula``, ``nvfp4+formula``: the recipe in plain PyTorch, an autograd function
-and no compiler. What it costs there is what the format costs.
+(``fp8_compile.set_precision``). ``mxfp8+formula``, ``nvfp4+formula``: the recipe in plain PyTorch, an autograd function
+and no compiler; what it costs there is what the format costs. Any other word after a ``+`` is an option of the backend,
+True or as it says: ``nvfp4+four_over_six+late``, ``nvfp4+global_scale=exact``.
 
 Blocks are compiled one by one, which is what makes many runs affordable. ``--results``: losses are appended to that
 file, and runs that it has are not run again; FP32 is run once for each seed.
@@ -113,7 +113,8 @@ def train(
     if by_formula:
         use_formula(model, FORMULAS[name])
     in_fp32 = by_formula or name in (REFERENCE, "fp32")
-    ours = {"recipe": name, **{option: True for option in suffixes if option != "late"}}
+    pairs = (suffix.partition("=") for suffix in suffixes if suffix != "late")
+    ours: dict[str, Any] = {"recipe": name, **{option: value or True for option, _, value in pairs}}
     options: dict[str, Any] = {} if in_fp32 else {"backend": "fp8", "options": ours}
     for block in () if by_formula else model.blocks:
         block.compile(**options)
