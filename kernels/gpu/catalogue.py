@@ -134,14 +134,14 @@ def _nvfp4_grad(rows: int) -> Entry:
     types = {"grad_ptr": "*bf16", "codes_ptr": "*u8", "block_scales_ptr": "*fp8e4nv", "global_scale_ptr": "*fp32"}
     types |= {"out_ptr": "*bf16"} | dict.fromkeys(("rows", "inner", "cols", "per_row", "row_stride"), "i32")
     constants = {"TWICE": nvfp4_matmul.TWICE, **_gradient_blocks(rows)}
-    return Entry(nvfp4_grad.nvfp4_grad_kernel, types, constants, nvfp4_grad.NUM_WARPS, fp8_conversions=False)
+    return Entry(nvfp4_grad.nvfp4_grad_kernel, types, constants, nvfp4_grad.warps(rows), fp8_conversions=False)
 
 
 def _fp8_weight_grad(rows: int) -> Entry:
     types = {"grad_ptr": "*bf16", "codes_ptr": "*fp8e4nv", "scales_ptr": "*fp32", "out_ptr": "*bf16"}
     types |= dict.fromkeys(("rows", "inner", "cols", "row_stride"), "i32")
     kernel, constants = fp8_weight_grad.fp8_weight_grad_kernel, _gradient_blocks(rows)
-    return Entry(kernel, types, constants, nvfp4_grad.NUM_WARPS, fp8_conversions=False)
+    return Entry(kernel, types, constants, nvfp4_grad.warps(rows), fp8_conversions=False)
 
 
 def _gradient_blocks(rows: int) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fp8_compile.kernels import fp8_weight
 
-from .nvfp4_grad import BLOCK_N, NUM_WARPS, WIDTH, tile
+from .nvfp4_grad import BLOCK_N, WIDTH, tile, warps
 
 
 @triton.jit
@@ -75,6 +75,6 @@ def fp8_weight_grad(grad: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
             BLOCK_M=height,
             BLOCK_N=BLOCK_N,
             BLOCK_K=WIDTH,
-            num_warps=NUM_WARPS,
+            num_warps=warps(height),
         )
     return out
