@@ -4,15 +4,17 @@
 
 Two runs of training drift apart for the least difference, so that a loss at the end says little about a recipe. Here
 chaos is taken out: a run in low precision goes its way (the model, data and learning rate of ``convergence.py``), and
-every few steps a model in FP32, and one that multiplies by the formulas of ``kernels/mxfp8.py`` uncompiled, are given
-its weights and the same batch. Of the gradient g of each matrix in the blocks it prints, against FP32's g32:
+every few steps a model in FP32, and one that multiplies by the recipe's formulas in plain PyTorch
+(``convergence.py``), are given its weights and the same batch. Of the gradient g of each matrix in the blocks it
+prints, against FP32's g32:
 
-    along        <g, g32> / <g32, g32> - 1       how much longer it is: a bias, where it is not 0 in the mean over steps
-    error        |g - g32| / |g32|
-    to formula   |g - formula's| / |g32|         of ``mxfp8``
+    along            <g, g32> / <g32, g32> - 1    how much longer it is: a bias, where the mean over steps is not 0
+    error            |g - g32| / |g32|
+    formula's error  the same of the formula's
+    to formula       |g - formula's| / |g32|      of ``mxfp8``: ``nvfp4`` rounds at random
 
 The last is what sums in another order make of it, and roundings that fall to the other side for them. A defect of the
-compiled step, such as weights that are stale by a step, would stand out there.
+compiled step, such as weights that are stale by a step, would stand out there; in an error above the formula's, too.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ def follow(recipe: str, data: list[tuple[Tensor, Tensor]], every: int, layers: i
     torch._dynamo.reset()
     model: Any = make_model(0, layers)
     plain, formula = copy.deepcopy(model), copy.deepcopy(model)
-    use_formula(formula, FORMULAS["mxfp8"])
+    use_formula(formula, FORMULAS[recipe])
     for block in model.blocks:
         block.compile(backend="fp8", options={"recipe": recipe})
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=True)
@@ -80,15 +82,17 @@ def gradients_of(model: Any, batch: tuple[Tensor, Tensor]) -> tuple[float, list[
     return loss.item(), [one.grad.double() for one in model.blocks.parameters() if one.ndim == 2]
 
 
-def compared(gradient: Tensor, exact: Tensor, formula: Tensor) -> tuple[float, float, float]:
+def compared(gradient: Tensor, exact: Tensor, formula: Tensor) -> tuple[float, ...]:
+    """along, error, formula's error, to formula."""
     along = ((gradient * exact).sum() / exact.square().sum() - 1).item()
-    error, to_formula = ((gradient - other).norm() / exact.norm() for other in (exact, formula))
-    return along, error.item(), to_formula.item()
+    pairs = (gradient, exact), (formula, exact), (gradient, formula)
+    return along, *(((one - other).norm() / exact.norm()).item() for one, other in pairs)
 
 
 def _in_words(numbers: Sequence[float], recipe: str) -> str:
-    along, error, to_formula = (f"{100 * one:+.3f} %" for one in numbers)
-    return f"along {along}, error {error}" + (f", to formula {to_formula}" if recipe == "mxfp8" else "")
+    along, error, of_formula, to_formula = (f"{100 * one:+.3f} %" for one in numbers)
+    words = f"along {along}, error {error}, formula's error {of_formula}"
+    return words + (f", to formula {to_formula}" if recipe == "mxfp8" else "")
 
 
 if __name__ == "__main__":
