@@ -34,12 +34,17 @@ def damped(hessian: Tensor, damping: float) -> Tensor:
     return hessian + damping * mean_energy(hessian) * torch.eye(len(hessian), device=hessian.device)
 
 
-def definite(hessian: Tensor, damping: float) -> Tensor:
-    """The damped Hessian, with ten times the damping, and again, where rounding left it not positive definite."""
+def factored(hessian: Tensor, count: int, damping: float, order: str) -> tuple[Tensor, Tensor, Tensor]:
+    """The order of columns, and in that order the damped Hessian and U; with ten times the damping, and again, where
+    rounding left it not positive definite."""
     for attempt in range(6):
         candidate = damped(hessian, damping * 10.0**attempt)
-        if not torch.linalg.cholesky_ex(candidate.double().flip(0, 1))[1]:
-            return candidate
+        try:
+            columns = column_order(candidate, count, order)
+            candidate = candidate[columns][:, columns]
+            return columns, candidate, inverse_factor(candidate)
+        except torch.linalg.LinAlgError:
+            continue
     raise ValueError("gptq: the Hessian is not positive semidefinite; calibrate on more tokens or raise damping")
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from fp8_compile.torch_internals.autograd import version
 
 from . import e2m1
-from .curvature import ORDERS, column_order, definite, filled, inverse_factor
+from .curvature import ORDERS, factored, filled
 from .feedback import TO_ZERO, round_blocks
 from .refine import refine
 from .scale_paths import best_scales
@@ -101,10 +101,7 @@ def _prepared(hessian: Tensor, blocks: Tensor, options: Options) -> tuple[Tensor
     if _last is not None and _last[0]() is hessian and _last[1] == key and not hessian.is_inference():
         return _last[2]
     _last = None
-    curvature = definite(filled(hessian, blocks), options.damping)
-    order = column_order(curvature, blocks.shape[1], options.order)
-    curvature = curvature[order][:, order]
-    found = order, curvature, inverse_factor(curvature)
+    found = factored(filled(hessian, blocks), blocks.shape[1], options.damping, options.order)
     _last = weakref.ref(hessian, _forget), key, found
     return found
 
