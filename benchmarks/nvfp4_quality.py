@@ -3,6 +3,7 @@
     python benchmarks/nvfp4_quality.py errors        output errors of three MiniLM layers, on text not calibrated on
     python benchmarks/nvfp4_quality.py sweep         time of every method on one matrix, against rtn's
     python benchmarks/nvfp4_quality.py gptq          time of GPTQ on all of MiniLM's layers, Hessians given
+    python benchmarks/nvfp4_quality.py gptq-llama    the same on one of the 16 blocks of a Llama of 1.1B parameters
 
 ``errors`` prints four tables. In the first, batches are padded to one length and padding counts as tokens, as it does
 where shapes are static; in the second, tokens of the texts alone count; in the third, the text that is measured is of
@@ -101,10 +102,7 @@ def print_times(size: int) -> None:
 def print_gptq_time() -> None:
     model = minilm.load()
     layers = [one for one in model.modules() if isinstance(one, torch.nn.Linear)]
-    hessians = {}
-    for k in {layer.in_features for layer in layers}:
-        x = torch.randn(2 * k, k) @ torch.randn(k, k)
-        hessians[k] = x.t() @ x / len(x)
+    hessians = {k: _hessian(k) for k in {layer.in_features for layer in layers}}
     started = time.perf_counter()
     for layer in layers:
         quantize_nvfp4(layer.weight.detach(), "gptq", hessians[layer.in_features])
@@ -113,9 +111,29 @@ def print_gptq_time() -> None:
     print(f"gptq of {len(layers)} layers, {weights / 1e6:.1f} M weights: {took:.1f} s")
 
 
+def print_gptq_llama_time() -> None:
+    """Layers that have the same inputs have one Hessian, as in ``pack``: q, k, v; o; gate, up; down."""
+    shared = [[(2048, 2048), (512, 2048), (512, 2048)], [(2048, 2048)], [(8192, 2048)] * 2, [(2048, 8192)]]
+    took = in_cpu = 0.0
+    for shapes in shared:
+        hessian = _hessian(shapes[0][1])
+        started, before = time.perf_counter(), time.process_time()
+        for rows, k in shapes:
+            quantize_nvfp4(torch.randn(rows, k) / k**0.5, "gptq", hessian)
+        took, in_cpu = took + time.perf_counter() - started, in_cpu + time.process_time() - before
+    times = f"{took:.1f} s, {in_cpu:.1f} s of CPU time; 16 of them: {16 * took / 60:.1f} min"
+    print(f"gptq of a block, 60.8 M weights: {times}")
+
+
+def _hessian(k: int) -> Tensor:
+    """Of inputs that are correlated, and some of them rare."""
+    x = torch.randn(512, k) * torch.rand(k)
+    return x.t() @ x / len(x) + torch.diag(torch.rand(k))
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("what", choices=("errors", "sweep", "gptq"))
+    parser.add_argument("what", choices=("errors", "sweep", "gptq", "gptq-llama"))
     parser.add_argument("--texts", type=int, default=2000, help="docstrings to calibrate on, if there are as many")
     parser.add_argument("--size", type=int, default=4096, help="of the matrix")
     arguments = parser.parse_args()
@@ -123,5 +141,7 @@ if __name__ == "__main__":
         print_errors(arguments.texts)
     elif arguments.what == "sweep":
         print_times(arguments.size)
-    else:
+    elif arguments.what == "gptq":
         print_gptq_time()
+    else:
+        print_gptq_llama_time()
