@@ -64,7 +64,7 @@ def tile(rows: int) -> int:
 
 
 def warps(height: int) -> int:
-    """Of a program. With eight, Triton 3.9 spills registers of FP8's kernel with 16 rows on gfx942."""
+    """Of a program. With eight, Triton 3.8 spills registers of FP8's kernel with 16 rows on gfx942."""
     return 4 if height <= 16 else 8
 
 
