@@ -34,8 +34,10 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fp8_compile
-from byte_lm import BYTES, batches, stdlib_text
 from fp8_compile import PackedLinear
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+from byte_lm import BYTES, batches, stdlib_text  # noqa: E402
 
 ADAPTERS_AS_THEY_ARE = {"exclude": ["*lora_*", "*lm_head"]}
 FORMATS = ("nvfp4", "fp8")

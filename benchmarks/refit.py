@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import argparse
 import copy
+import pathlib
 import statistics
+import sys
 import time
 
-import minilm
 import torch
 
 import fp8_compile
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "examples"))
+import minilm  # noqa: E402
 
 
 def main() -> None:
