@@ -126,14 +126,14 @@ class DelayScales(GraphPass):
     def _replace(self, graph: fx.Graph, node: fx.Node, index: int, table: TableInGraph, row: int) -> None:
         """Put the formula in the place of a quantize; all its nodes are marked with ``index``."""
         x, dtype, block = _tensor(node)
-        casts = node.target is quantize_op  # else only the scale is asked for, and there is no call for that alone
+        casts = node.target is quantize_op  # else only the scale is asked for
         scales = Mark(kind=Kind.SCALES, quantize=(dtype, (block[0], block[1])), delayed=index if casts else None)
         cast = dataclasses.replace(scales, kind=Kind.CAST)
         backward = table.tags if table.tags == _tag(BACKWARD) else {}
         with graph.inserting_before(node):
             if self.calls:
-                called = _called if casts else _whole_called
-                quant_scale, dequant_scale, amax = called(graph, x, table, row, dtype, like=node, tags=backward)
+                to = dtype if casts else None
+                quant_scale, dequant_scale, amax = _called(graph, x, table, row, to, like=node, tags=backward)
             else:
                 quant_scale, dequant_scale = inline(graph, of_row, table.known, row, like=node, tags=backward)
                 amax = inline(graph, block_amax, x, block, like=node, mark=scales)
@@ -168,35 +168,21 @@ def _called(
     x: fx.Node,
     table: TableInGraph,
     row: int,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
     *,
     like: fx.Node,
     tags: Mapping[str, Any],
 ) -> tuple[fx.Node, fx.Node, fx.Node]:
-    """quant_scale, dequant_scale and amax by a call of ``kernels/cpu``."""
+    """quant_scale, dequant_scale and amax by a call of ``kernels/cpu``; ``dtype``: what x is cast to afterwards, None
+    where only the scale is asked for."""
     known = emit(graph, aten.select.int, table.quant_scales(like, tags), 0, row, like=like, tags=tags)
-    call = emit(graph, quantize_delayed_op, x, known, dtype, False, like=like)
+    if dtype is None:
+        call, first = emit(graph, whole_scale_op, x, known, table.largest, like=like), 0
+    else:
+        call, first = emit(graph, quantize_delayed_op, x, known, dtype, False, like=like), 1
     call.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-    quant_scale, dequant_scale, amax = (getitem(graph, call, which) for which in (1, 2, 3))
+    quant_scale, dequant_scale, amax = (getitem(graph, call, first + which) for which in range(3))
     return quant_scale, dequant_scale, amax
-
-
-def _whole_called(
-    graph: fx.Graph,
-    x: fx.Node,
-    table: TableInGraph,
-    row: int,
-    dtype: torch.dtype,
-    *,
-    like: fx.Node,
-    tags: Mapping[str, Any],
-) -> tuple[fx.Node, fx.Node, fx.Node]:
-    """The same where only the scale of the tensor is asked for."""
-    known = emit(graph, aten.select.int, table.quant_scales(like, tags), 0, row, like=like, tags=tags)
-    call = emit(graph, whole_scale_op, x, known, table.largest, like=like)
-    call.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-    scale, inverse, amax = (getitem(graph, call, which) for which in range(3))
-    return scale, inverse, amax
 
 
 def delayed_nodes(graph: fx.Graph) -> list[fx.Node]:
